@@ -1,0 +1,1 @@
+//! soft-hca: an RDMA adapter in software.

@@ -1,0 +1,1 @@
+//! soft-hca as libibverbs.so.1.
