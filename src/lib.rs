@@ -5,4 +5,5 @@
 //! [`observe`].
 
 pub mod abi;
+pub mod transfer;
 pub mod verbs;

@@ -171,6 +171,53 @@ impl WcBatch {
     pub const LEN: usize = 16;
 }
 
+/// Completions for the tests of other rooms.
+#[cfg(test)]
+impl Wc {
+    const BLANK: Self = Self {
+        wr_id: 0,
+        status: ib::ibv_wc_status::IBV_WC_SUCCESS,
+        opcode: ib::ibv_wc_opcode::IBV_WC_RDMA_WRITE,
+        vendor_err: 0,
+        byte_len: 0,
+        imm_data: 0,
+        qp_num: 0,
+        src_qp: 0,
+        wc_flags: 0,
+        pkey_index: 0,
+        slid: 0,
+        sl: 0,
+        dlid_path_bits: 0,
+    };
+
+    pub(crate) fn sent(wr_id: u64) -> Self {
+        Self { wr_id, ..Self::BLANK }
+    }
+
+    pub(crate) fn arrived(wr_id: u64, byte_len: u32, imm: u32) -> Self {
+        let opcode = ib::ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+        let wc_flags = ib::ibv_wc_flags::IBV_WC_WITH_IMM.0;
+        Self { wr_id, opcode, byte_len, imm_data: imm.to_be(), wc_flags, ..Self::BLANK }
+    }
+
+    pub(crate) fn failed(wr_id: u64, status: u32, vendor_err: u32) -> Self {
+        Self { wr_id, status, vendor_err, byte_len: 32549, opcode: 32616, ..Self::BLANK }
+    }
+}
+
+#[cfg(test)]
+impl WcBatch {
+    /// What a device does in a poll: takes at most a batch from the queue.
+    pub(crate) fn fill(&mut self, queue: &mut std::collections::VecDeque<Wc>) -> &[Wc] {
+        let n = queue.len().min(Self::LEN);
+        for room in &mut self.room[..n] {
+            room.write(queue.pop_front().expect("n of them"));
+        }
+        // SAFETY: the first n were written above.
+        unsafe { std::slice::from_raw_parts(self.room.as_ptr().cast::<Wc>(), n) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

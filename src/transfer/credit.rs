@@ -1,0 +1,255 @@
+//! The credit: where one receive wants its bytes. The receiver writes it into the sender's ring by RDMA.
+//!
+//! An entry has 32 bytes for up to 2 rails and 64 for up to 8, and never crosses a cache line. Little-endian:
+//!
+//! | offset | field |
+//! |---|---|
+//! | 0 | address (8) |
+//! | 8 | size (48 bits), then 16 bits: n − 1 (3), flags (5, all 0), lap (8) |
+//! | 16 | rkey of each rail (4 each) |
+//! | stride − 8 | tag (4) |
+//! | stride − 4 | sequence (4): ring position + 1 |
+//!
+//! The sequence is written last and read first. The lap of the ring (bits 8–15 of the sequence; the low byte is the same
+//! in every lap) stands in the entry a second time, so that a device that copies bytewise or out of order can't show half
+//! of an entry and half of the one before it.
+
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use super::{MAX_GROUP, MAX_RAILS, RING};
+
+/// Size of a ring's entries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stride {
+    /// Up to 2 rails.
+    Narrow,
+    /// Up to 8 rails.
+    Wide,
+}
+
+impl Stride {
+    pub fn for_rails(rails: usize) -> Self {
+        if rails <= 2 { Self::Narrow } else { Self::Wide }
+    }
+
+    #[inline]
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Narrow => 32,
+            Self::Wide => 64,
+        }
+    }
+
+    /// Bytes of a whole ring.
+    pub fn ring_bytes(self) -> usize {
+        RING * self.bytes()
+    }
+
+    #[inline]
+    fn rails(self) -> usize {
+        match self {
+            Self::Narrow => 2,
+            Self::Wide => MAX_RAILS,
+        }
+    }
+}
+
+/// A credit, unpacked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Credit {
+    pub address: u64,
+    /// Most bytes that the receive takes.
+    pub size: u64,
+    /// Members of the group.
+    pub n: u8,
+    pub tag: u32,
+    /// By rail.
+    pub rkeys: [u32; MAX_RAILS],
+}
+
+/// The sequence number of a ring position; never confused with an older lap of the ring.
+#[inline]
+pub fn sequence(position: u32) -> u32 {
+    position.wrapping_add(1)
+}
+
+/// The lap of the ring, modulo 256.
+#[inline]
+fn lap(position: u32) -> u64 {
+    const { assert!(RING == 256) };
+    u64::from(sequence(position) >> 8 & 0xff)
+}
+
+/// The entry of a ring position.
+#[inline]
+pub fn slot(position: u32) -> usize {
+    position as usize & (RING - 1)
+}
+
+/// A ring of credits in memory that the peer's NIC (sender's side) or ours (receiver's shadow) reads and writes.
+#[derive(Debug)]
+pub struct CreditRing {
+    base: NonNull<u8>,
+    stride: Stride,
+}
+
+// SAFETY: the memory is reached through atomics only.
+unsafe impl Send for CreditRing {}
+
+impl CreditRing {
+    /// # Safety
+    /// `base` points to `stride.ring_bytes()` bytes, aligned to 64, that outlive the ring and that this process touches
+    /// only through it.
+    pub unsafe fn new(base: NonNull<u8>, stride: Stride) -> Self {
+        Self { base, stride }
+    }
+
+    #[inline]
+    pub fn stride(&self) -> Stride {
+        self.stride
+    }
+
+    /// Address of a slot.
+    #[inline]
+    pub fn address(&self, slot: usize) -> u64 {
+        (self.base.as_ptr() as usize + slot * self.stride.bytes()) as u64
+    }
+
+    #[inline]
+    fn word64(&self, slot: usize, offset: usize) -> &AtomicU64 {
+        debug_assert!(slot < RING && offset + 8 <= self.stride.bytes());
+        // SAFETY: inside the ring by the line above (slot() masks, offsets are constants).
+        let p = unsafe { self.base.as_ptr().add(slot * self.stride.bytes() + offset) };
+        // SAFETY: aligned, alive, and shared only as atomics.
+        unsafe { AtomicU64::from_ptr(p.cast()) }
+    }
+
+    #[inline]
+    fn word32(&self, slot: usize, offset: usize) -> &AtomicU32 {
+        debug_assert!(slot < RING && offset + 4 <= self.stride.bytes());
+        // SAFETY: as in word64.
+        let p = unsafe { self.base.as_ptr().add(slot * self.stride.bytes() + offset) };
+        // SAFETY: as in word64.
+        unsafe { AtomicU32::from_ptr(p.cast()) }
+    }
+
+    /// Whether the credit of this position has arrived: one load.
+    #[inline]
+    pub fn ready(&self, position: u32) -> bool {
+        self.word32(slot(position), self.stride.bytes() - 4).load(Ordering::Acquire) == sequence(position)
+    }
+
+    /// The tag of a ready position.
+    #[inline]
+    pub fn tag(&self, position: u32) -> u32 {
+        self.word32(slot(position), self.stride.bytes() - 8).load(Ordering::Relaxed)
+    }
+
+    /// Reads a ready position; None while the entry is not whole, or where a peer wrote what no receiver writes.
+    #[inline]
+    pub fn read(&self, position: u32) -> Option<Credit> {
+        let slot = slot(position);
+        let word = self.word64(slot, 8).load(Ordering::Relaxed);
+        let meta = word >> 48;
+        if meta >> 8 != lap(position) || meta & 0xf8 != 0 {
+            return None;
+        }
+        let mut rkeys = [0; MAX_RAILS];
+        for (i, rkey) in rkeys.iter_mut().enumerate().take(self.stride.rails()) {
+            *rkey = self.word32(slot, 16 + 4 * i).load(Ordering::Relaxed);
+        }
+        Some(Credit {
+            address: self.word64(slot, 0).load(Ordering::Relaxed),
+            size: word & ((1 << 48) - 1),
+            n: (meta & 7) as u8 + 1,
+            tag: self.tag(position),
+            rkeys,
+        })
+    }
+
+    /// Writes the credit of a position.
+    #[inline]
+    pub fn write(&self, position: u32, credit: &Credit) {
+        debug_assert!(credit.size < 1 << 48 && (1..=MAX_GROUP).contains(&usize::from(credit.n)));
+        let slot = slot(position);
+        let meta = u64::from(credit.n - 1) | lap(position) << 8;
+        self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
+        self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
+        for (i, rkey) in credit.rkeys.iter().enumerate().take(self.stride.rails()) {
+            self.word32(slot, 16 + 4 * i).store(*rkey, Ordering::Relaxed);
+        }
+        self.word32(slot, self.stride.bytes() - 8).store(credit.tag, Ordering::Relaxed);
+        self.word32(slot, self.stride.bytes() - 4).store(sequence(position), Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Memory for a ring, aligned as a page would be.
+    #[repr(C, align(64))]
+    #[derive(Debug)]
+    pub(crate) struct RingMemory([u8; RING * 64]);
+
+    pub(crate) fn memory() -> Box<RingMemory> {
+        Box::new(RingMemory([0; RING * 64]))
+    }
+
+    impl RingMemory {
+        pub(crate) fn ring(&mut self, stride: Stride) -> CreditRing {
+            // SAFETY: the tests keep the memory alive and touch it through the ring only.
+            unsafe { CreditRing::new(NonNull::from(&mut self.0).cast(), stride) }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool) {
+            let stride = if wide { Stride::Wide } else { Stride::Narrow };
+            let mut memory = memory();
+            let ring = memory.ring(stride);
+            let mut credit = Credit { address, size, n, tag, rkeys: keys };
+            prop_assert!(position == u32::MAX || !ring.ready(position));
+            ring.write(position, &credit);
+            prop_assert!(ring.ready(position));
+            prop_assert!(!ring.ready(position.wrapping_add(256)) && !ring.ready(position.wrapping_sub(256)));
+            if !wide {
+                credit.rkeys[2..].fill(0);
+            }
+            prop_assert_eq!(ring.read(position), Some(credit));
+        }
+    }
+
+    #[test]
+    fn a_torn_entry_is_not_read() {
+        let mut memory = memory();
+        let ring = memory.ring(Stride::Narrow);
+        let credit = Credit { address: 1, size: 2, n: 1, tag: 3, rkeys: [4; 8] };
+        ring.write(7, &credit);
+        // The sequence of the next lap is there, the rest is still of this one.
+        ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
+        assert!(ring.ready(7 + 256));
+        assert_eq!(ring.read(7 + 256), None);
+    }
+
+    #[test]
+    fn unknown_flags_are_refused() {
+        let mut memory = memory();
+        let ring = memory.ring(Stride::Wide);
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, tag: 3, rkeys: [4; 8] });
+        ring.word64(0, 8).fetch_or(1 << (48 + 3), Ordering::Relaxed);
+        assert_eq!(ring.read(0), None);
+    }
+
+    #[test]
+    fn entries_stay_inside_a_cache_line() {
+        for stride in [Stride::Narrow, Stride::Wide] {
+            for slot in 0..RING {
+                assert_eq!(slot * stride.bytes() / 64, (slot * stride.bytes() + stride.bytes() - 1) / 64);
+            }
+        }
+    }
+}

@@ -1,0 +1,58 @@
+//! The data path: credits, send and receive rings, striping over rails and QPs, completions, flush.
+//!
+//! In steady state nothing here allocates, locks, calls the system or looks anything up, and the cost of a call does not
+//! grow with idle connections, requests in flight or devices.
+//!
+//! # Protocol
+//! A *connection* carries one direction. The receiver says where each receive wants its bytes by writing a *credit*
+//! ([`credit`]) into the sender's credit ring; the sender answers with RDMA WRITE WITH IMMEDIATE, one per *portion*, and the
+//! immediate ([`imm`]) names the credit. Nothing is copied and nothing is asked for: without a credit the sender's
+//! `isend` answers "again".
+//!
+//! * An irecv of n buffers takes n consecutive ring entries and posts them in one write (two where they wrap). All credits
+//!   of a connection travel over one QP at a time: over several, a late older credit could overwrite a newer one in a
+//!   reused entry.
+//! * Receives are matched by tag inside the group at the head of the ring, also for n = 1: several local ranks may feed one
+//!   connection. Sends for the next group wait until this one is matched.
+//! * A message up to the split threshold goes over one QP (QPs take turns); a larger one in 128-byte aligned portions, sized
+//!   so that the rails finish together ([`split`]).
+//! * The size of a message is the sum of its portions' byte counts, as the receiver's own NIC counted them.
+//! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, always more than there can be credits
+//!   open, so that a sender never finds none.
+//!
+//! Everything that a peer can write (credits, immediates) is checked against what is open before it is used.
+
+pub mod credit;
+pub mod imm;
+mod receiver;
+#[cfg(test)]
+mod tests;
+mod sender;
+pub mod split;
+mod wire;
+mod wr_id;
+
+pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
+pub use sender::{SendProgress, Sender, SenderParts};
+pub use wire::{Fault, Flight, Keys, Lane, Lanes, Post, QpSet, RailLink};
+
+/// Entries of a credit ring; a power of two, and at least `NCCL_NET_MAX_REQUESTS` groups of [`MAX_GROUP`].
+pub const RING: usize = 256;
+/// Largest n of an irecv.
+pub const MAX_GROUP: usize = 8;
+/// Rails of a connection.
+pub const MAX_RAILS: usize = 8;
+/// Portions of a message.
+pub const MAX_PORTIONS: usize = 16;
+/// Send requests that can be outstanding on a connection; above that isend answers "again".
+pub const SEND_REQUESTS: usize = 128;
+/// Receive requests that can be outstanding on a connection; NCCL wants 32.
+pub const RECV_REQUESTS: usize = 64;
+/// Flushes that can be outstanding: one for every receive that may be open, and as many for those just completed.
+pub const FLUSHES: usize = 2 * RECV_REQUESTS;
+/// Receives are posted in batches of this many.
+pub const RECV_BATCH: usize = 64;
+/// Credit writes that can be outstanding on the credit QP.
+pub const CREDIT_WRS: usize = 128;
+/// Reads that can be outstanding on a rail's loopback QP.
+pub const FLUSH_WRS: usize = 2 * FLUSHES;

@@ -1,0 +1,442 @@
+//! The receiving side of a connection.
+
+use std::ptr::NonNull;
+
+use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
+
+use super::credit::{Credit, CreditRing, sequence, slot};
+use super::imm::Imm;
+use super::wire::{Fault, Keys, Lanes, Post};
+use super::wr_id::{Kind, WrId};
+use super::{CREDIT_WRS, FLUSH_WRS, FLUSHES, MAX_GROUP, MAX_RAILS, RECV_BATCH, RECV_REQUESTS, RING};
+
+/// What a receiver is made from.
+#[derive(Debug)]
+pub struct ReceiverParts<P> {
+    pub post: P,
+    /// Our copy of the peer's ring, registered for the write that carries it.
+    pub shadow: CreditRing,
+    pub shadow_lkey: u32,
+    /// The peer's ring.
+    pub ring_address: u64,
+    pub ring_rkey: u32,
+    pub lanes: Lanes,
+    /// Bytes that a credit write may carry inside its request.
+    pub max_inline: u32,
+    /// Whether every rail has a loopback QP for flushes.
+    pub can_flush: bool,
+}
+
+/// One buffer of an irecv.
+#[derive(Debug, Clone, Copy)]
+pub struct Buffer {
+    pub address: u64,
+    pub size: u64,
+    pub tag: u32,
+    pub keys: NonNull<Keys>,
+}
+
+/// How a receive stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecvProgress {
+    Pending,
+    /// Sizes in the order of the irecv; the first `n` count.
+    Done { n: usize, sizes: [u64; MAX_GROUP] },
+}
+
+/// What was posted at a ring position and has not arrived yet.
+#[derive(Debug, Clone, Copy, Default)]
+struct Slot {
+    size: u64,
+    bytes: u64,
+    sequence: u16,
+    /// Portions that arrived; bit per portion.
+    seen: u16,
+    request: u8,
+    member: u8,
+    open: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Request {
+    sizes: [u64; MAX_GROUP],
+    keys: [Option<NonNull<Keys>>; MAX_GROUP],
+    n: u8,
+    /// Members that have not arrived.
+    left: u8,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Flush {
+    left: u8,
+    generation: u8,
+}
+
+/// The receiving side: hands out credits and counts what arrives.
+#[derive(Debug)]
+pub struct Receiver<P> {
+    shadow: CreditRing,
+    shadow_lkey: u32,
+    ring_rkey: u32,
+    ring_address: u64,
+    max_inline: u32,
+    /// Ring position of the next credit.
+    tail: u32,
+    /// Positions whose message has not arrived.
+    open: u32,
+    lanes: Lanes,
+    can_flush: bool,
+    /// Room in the credit QP's send queue, and credit writes since the last that asks for a completion.
+    credit_room: u32,
+    credit_unsignaled: u32,
+    free_len: usize,
+    free: [u8; RECV_REQUESTS],
+    flush_free_len: usize,
+    flush_free: [u8; FLUSHES],
+    flush_out: [u32; MAX_RAILS],
+    /// Receives consumed on each QP since the last batch was posted.
+    consumed: Box<[u32]>,
+    slots: Box<[Slot; RING]>,
+    requests: Box<[Request; RECV_REQUESTS]>,
+    flushes: Box<[Flush; FLUSHES]>,
+    fault: Option<Box<Fault>>,
+    post: P,
+}
+
+// SAFETY: the pointers to keys are followed under irecv's contract only, from whichever thread runs the data path.
+unsafe impl<P: Send> Send for Receiver<P> {}
+
+impl<P: Post> Receiver<P> {
+    /// Receives that each QP needs: more than there can be credits open, and a batch on top.
+    pub const RQ_DEPTH: usize = RING + RECV_BATCH;
+
+    /// The QPs must have [`Self::RQ_DEPTH`] receives posted already.
+    pub fn new(parts: ReceiverParts<P>) -> Self {
+        let empty = Request { sizes: [0; MAX_GROUP], keys: [None; MAX_GROUP], n: 0, left: 0 };
+        Self {
+            shadow: parts.shadow,
+            shadow_lkey: parts.shadow_lkey,
+            ring_rkey: parts.ring_rkey,
+            ring_address: parts.ring_address,
+            max_inline: parts.max_inline,
+            tail: 0,
+            open: 0,
+            lanes: parts.lanes,
+            can_flush: parts.can_flush,
+            credit_room: CREDIT_WRS as u32,
+            credit_unsignaled: 0,
+            free_len: RECV_REQUESTS,
+            free: std::array::from_fn(|i| u8::try_from(i).unwrap_or(0)),
+            flush_free_len: FLUSHES,
+            flush_free: std::array::from_fn(|i| u8::try_from(i).unwrap_or(0)),
+            flush_out: [0; MAX_RAILS],
+            consumed: vec![0; parts.lanes.total()].into_boxed_slice(),
+            slots: Box::new([Slot::default(); RING]),
+            requests: Box::new([empty; RECV_REQUESTS]),
+            flushes: Box::new([Flush::default(); FLUSHES]),
+            fault: None,
+            post: parts.post,
+        }
+    }
+
+    /// The id under which the receives of QP `qp` are posted.
+    pub fn recv_wr_id(qp: usize) -> u64 {
+        WrId { kind: Kind::Recv, qp: qp as u8, request: 0, generation: 0, count: 0 }.pack()
+    }
+
+    pub fn post(&self) -> &P {
+        &self.post
+    }
+
+    /// Every position before this one has arrived.
+    pub fn received(&self) -> u32 {
+        let mut position = self.tail;
+        let mut received = self.tail;
+        let mut left = self.open;
+        while left > 0 {
+            position = position.wrapping_sub(1);
+            if self.slots[slot(position)].open {
+                received = position;
+                left -= 1;
+            }
+        }
+        received
+    }
+
+    /// Positions whose message has not arrived.
+    pub fn open(&self) -> u32 {
+        self.open
+    }
+
+    /// Posts a receive of 1 to [`MAX_GROUP`] buffers; None is "again": no room.
+    ///
+    /// # Safety
+    /// Each buffer is registered for remote writes under its keys, which stay alive until the request is done, until
+    /// [`Keys::in_flight`] is 0, or until this receiver is dropped; the memory stays in place as long.
+    #[inline]
+    pub unsafe fn irecv(&mut self, buffers: &[Buffer]) -> Result<Option<u8>, Fault> {
+        debug_assert!((1..=MAX_GROUP).contains(&buffers.len()));
+        if let Some(fault) = &self.fault {
+            return Err((**fault).clone());
+        }
+        let n = buffers.len();
+        if !self.has_room(n) {
+            self.poll()?;
+            if !self.has_room(n) {
+                return Ok(None);
+            }
+        }
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let first = self.tail;
+        let request = &mut self.requests[usize::from(index)];
+        request.n = n as u8;
+        request.left = n as u8;
+        for (member, buffer) in buffers.iter().enumerate() {
+            let position = first.wrapping_add(member as u32);
+            // SAFETY: alive by this function's contract.
+            let keys = unsafe { buffer.keys.as_ref() };
+            keys.enter();
+            request.keys[member] = Some(buffer.keys);
+            let [low, high, ..] = sequence(position).to_le_bytes();
+            self.slots[slot(position)] = Slot {
+                size: buffer.size,
+                bytes: 0,
+                sequence: u16::from_le_bytes([low, high]),
+                seen: 0,
+                request: index,
+                member: member as u8,
+                open: true,
+            };
+            let credit =
+                Credit { address: buffer.address, size: buffer.size, n: n as u8, tag: buffer.tag, rkeys: keys.rkeys };
+            self.shadow.write(position, &credit);
+        }
+        self.open += n as u32;
+        self.tail = first.wrapping_add(n as u32);
+        let before_wrap = (RING - slot(first)).min(n);
+        self.write_credits(slot(first), before_wrap)?;
+        if before_wrap < n {
+            self.write_credits(0, n - before_wrap)?;
+        }
+        Ok(Some(index))
+    }
+
+    #[inline]
+    fn has_room(&self, n: usize) -> bool {
+        self.free_len > 0
+            && self.credit_room >= 2
+            && (0..n).all(|i| !self.slots[slot(self.tail.wrapping_add(i as u32))].open)
+    }
+
+    /// Writes `n` entries of the shadow into the peer's ring.
+    #[inline]
+    fn write_credits(&mut self, first: usize, n: usize) -> Result<(), Fault> {
+        let stride = self.shadow.stride().bytes();
+        let length = (n * stride) as u32;
+        self.credit_unsignaled += 1;
+        self.credit_room -= 1;
+        let signaled = self.credit_unsignaled as usize >= CREDIT_WRS / 4;
+        let id = WrId { kind: Kind::Credit, qp: 0, request: 0, generation: 0, count: self.credit_unsignaled };
+        if signaled {
+            self.credit_unsignaled = 0;
+        }
+        let w = WriteWr {
+            wr_id: id.pack(),
+            local: self.shadow.address(first),
+            lkey: self.shadow_lkey,
+            length,
+            remote: self.ring_address + (first * stride) as u64,
+            rkey: self.ring_rkey,
+            imm: None,
+            signaled,
+            inline: length <= self.max_inline,
+        };
+        // SAFETY: the shadow is registered and lives as long as the connection; a slot is written again only after its
+        // credit was answered, hence after this write was carried out.
+        unsafe { self.post.write(0, &w) }.map_err(|e| self.stop(Fault::Verb(e)))
+    }
+
+    /// How a receive stands. Done frees the request.
+    #[inline]
+    pub fn test(&mut self, index: u8) -> Result<RecvProgress, Fault> {
+        if self.requests[usize::from(index)].left > 0 {
+            if let Some(fault) = &self.fault {
+                return Err((**fault).clone());
+            }
+            self.poll()?;
+        }
+        let request = &self.requests[usize::from(index)];
+        if request.left > 0 {
+            return Ok(RecvProgress::Pending);
+        }
+        let done = RecvProgress::Done { n: usize::from(request.n), sizes: request.sizes };
+        self.free[self.free_len] = index;
+        self.free_len += 1;
+        Ok(done)
+    }
+
+    /// Takes what has arrived.
+    #[inline]
+    pub fn poll(&mut self) -> Result<(), Fault> {
+        for rail in 0..self.lanes.rails {
+            // Any rail may bring a portion of an open message.
+            while self.open > 0
+                || self.flush_out[rail] > 0
+                || (rail == 0 && self.credit_room < CREDIT_WRS as u32 - self.credit_unsignaled)
+            {
+                let mut batch = WcBatch::default();
+                let completions = match self.post.poll(rail, &mut batch) {
+                    Ok(c) => c,
+                    Err(e) => return Err(self.stop(Fault::Verb(e))),
+                };
+                let taken = completions.len();
+                for wc in completions {
+                    match wc.read() {
+                        Completion::Arrived(arrived) => self.arrived(&arrived)?,
+                        Completion::Sent { wr_id } => self.sent(rail, WrId::unpack(wr_id)),
+                        Completion::Failed(failure) => return Err(self.failed(failure)),
+                    }
+                }
+                if taken < WcBatch::LEN {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn sent(&mut self, rail: usize, id: WrId) {
+        match id.kind {
+            Kind::Credit => self.credit_room += id.count,
+            Kind::Flush => {
+                self.flush_out[rail] -= 1;
+                let flush = &mut self.flushes[usize::from(id.request)];
+                if flush.generation == id.generation && flush.left > 0 {
+                    flush.left -= 1;
+                }
+            }
+            Kind::Data | Kind::Recv => {}
+        }
+    }
+
+    #[inline]
+    fn arrived(&mut self, a: &Arrived) -> Result<(), Fault> {
+        let qp = usize::from(WrId::unpack(a.wr_id).qp);
+        self.consumed[qp] += 1;
+        if self.consumed[qp] as usize == RECV_BATCH {
+            self.consumed[qp] = 0;
+            if let Err(e) = self.post.recvs(qp, Self::recv_wr_id(qp), RECV_BATCH) {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+        }
+        let Some(imm) = a.imm.and_then(Imm::unpack) else {
+            return Err(self.refuse(format_args!("a message with the immediate {:?}", a.imm)));
+        };
+        // The low byte names the slot: sequence = position + 1.
+        let place = usize::from(imm.sequence.wrapping_sub(1)) & (RING - 1);
+        let slot = &mut self.slots[place];
+        if !slot.open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
+            return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
+        }
+        slot.seen |= 1 << imm.portion;
+        slot.bytes += u64::from(a.bytes);
+        if slot.bytes > slot.size {
+            let (bytes, size) = (slot.bytes, slot.size);
+            return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));
+        }
+        if slot.seen.count_ones() < u32::from(imm.portions) {
+            return Ok(());
+        }
+        slot.open = false;
+        self.open -= 1;
+        let request = &mut self.requests[usize::from(slot.request)];
+        let member = usize::from(slot.member);
+        request.sizes[member] = slot.bytes;
+        request.left -= 1;
+        if let Some(keys) = request.keys[member].take() {
+            // SAFETY: alive while its request is open, by irecv's contract.
+            unsafe { keys.as_ref() }.leave();
+        }
+        Ok(())
+    }
+
+    /// Makes what arrived in `buffers` (address and keys) visible to the GPU, by a read on every rail. None: nothing needs
+    /// to be done.
+    ///
+    /// # Safety
+    /// The buffers are registered under their keys until the flush is done.
+    pub unsafe fn iflush(&mut self, buffers: &[(u64, NonNull<Keys>)]) -> Result<Option<u8>, Fault> {
+        if !self.can_flush || buffers.is_empty() {
+            return Ok(None);
+        }
+        if let Some(fault) = &self.fault {
+            return Err((**fault).clone());
+        }
+        // There is one for every receive that can be open and as many again; should NCCL pile up more, those outstanding
+        // finish in a moment, and NULL would tell it that the data are visible.
+        while self.flush_free_len == 0 || self.flush_out.iter().any(|&out| out as usize + buffers.len() > FLUSH_WRS) {
+            self.poll()?;
+        }
+        self.flush_free_len -= 1;
+        let index = self.flush_free[self.flush_free_len];
+        let flush = &mut self.flushes[usize::from(index)];
+        flush.generation = flush.generation.wrapping_add(1);
+        let generation = flush.generation;
+        let mut left = 0u8;
+        for (address, keys) in buffers {
+            for rail in 0..self.lanes.rails {
+                let id = WrId { kind: Kind::Flush, qp: rail as u8, request: index, generation, count: 1 };
+                // SAFETY: alive by this function's contract.
+                let rkey = unsafe { keys.as_ref() }.rkeys[rail];
+                // SAFETY: as above.
+                if let Err(e) = unsafe { self.post.flush(rail, id.pack(), *address, rkey) } {
+                    return Err(self.stop(Fault::Verb(e)));
+                }
+                self.flush_out[rail] += 1;
+                left += 1;
+            }
+        }
+        self.flushes[usize::from(index)].left = left;
+        Ok(Some(index))
+    }
+
+    /// Whether a flush is done. Done frees it.
+    pub fn test_flush(&mut self, index: u8) -> Result<bool, Fault> {
+        if self.flushes[usize::from(index)].left > 0 {
+            if let Some(fault) = &self.fault {
+                return Err((**fault).clone());
+            }
+            self.poll()?;
+        }
+        if self.flushes[usize::from(index)].left > 0 {
+            return Ok(false);
+        }
+        self.flush_free[self.flush_free_len] = index;
+        self.flush_free_len += 1;
+        Ok(true)
+    }
+
+    #[cold]
+    fn failed(&mut self, failure: Failure) -> Fault {
+        let id = WrId::unpack(failure.wr_id);
+        let (operation, bytes) = match id.kind {
+            Kind::Credit => ("credit (RDMA WRITE)", self.shadow.stride().bytes() as u64 * u64::from(id.count)),
+            Kind::Flush => ("flush (RDMA READ)", 1),
+            Kind::Recv | Kind::Data => ("receive", 0),
+        };
+        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation, bytes })
+    }
+
+    #[cold]
+    fn refuse(&mut self, what: std::fmt::Arguments<'_>) -> Fault {
+        self.stop(Fault::Protocol(format!("the peer sent {what}")))
+    }
+
+    /// The first fault stays; every later call returns it.
+    #[cold]
+    fn stop(&mut self, fault: Fault) -> Fault {
+        (**self.fault.get_or_insert_with(|| Box::new(fault))).clone()
+    }
+}

@@ -1,0 +1,417 @@
+//! The sending side of a connection.
+
+use std::ptr::NonNull;
+
+use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
+
+use super::credit::{Credit, CreditRing, sequence};
+use super::imm::Imm;
+use super::split;
+use super::wire::{Fault, Keys, Lanes, Post};
+use super::wr_id::{Kind, WrId};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS};
+
+/// What a sender is made from.
+#[derive(Debug)]
+pub struct SenderParts<P> {
+    pub post: P,
+    /// Filled by the peer.
+    pub credits: CreditRing,
+    pub lanes: Lanes,
+    /// Speed of each rail, in one unit.
+    pub speed: [u32; MAX_RAILS],
+    /// Bytes up to which a message goes over one QP.
+    pub split_threshold: u64,
+    /// QPs of a rail that a larger message is cut over.
+    pub spread: usize,
+    /// Largest portion, bytes.
+    pub max_portion: u64,
+    /// Send requests that each QP takes.
+    pub sq_depth: u32,
+}
+
+/// How a send stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SendProgress {
+    Pending,
+    Done { size: u64 },
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Request {
+    keys: Option<NonNull<Keys>>,
+    size: u64,
+    /// Ring position of the credit that it answers.
+    position: u32,
+    portions_left: u8,
+    generation: u8,
+}
+
+/// A share of a message for one QP.
+#[derive(Debug, Clone, Copy, Default)]
+struct Portion {
+    qp: usize,
+    length: u32,
+}
+
+/// The sending side: matches sends to credits and posts them.
+#[derive(Debug)]
+pub struct Sender<P> {
+    credits: CreditRing,
+    /// Ring position of the group at the head.
+    head: u32,
+    /// Members of the group at the head that a send was matched to; bit per member.
+    matched: u8,
+    /// Requests free, a stack so that the last used is used next.
+    free: [u8; SEND_REQUESTS],
+    free_len: usize,
+    lanes: Lanes,
+    spread: usize,
+    split_threshold: u64,
+    max_portion: u64,
+    speed: [u32; MAX_RAILS],
+    next_qp: usize,
+    next_lane: usize,
+    /// Bytes posted and not completed, by rail.
+    bytes_out: [u64; MAX_RAILS],
+    /// Work requests posted and not completed, by rail: a rail that owes nothing is not polled.
+    wrs_out: [u32; MAX_RAILS],
+    /// Room in each QP's send queue.
+    room: Box<[u32]>,
+    requests: Box<[Request; SEND_REQUESTS]>,
+    fault: Option<Box<Fault>>,
+    /// Completions of no open request: dropped, counted.
+    stale: u64,
+    post: P,
+}
+
+// SAFETY: the pointers to keys are followed under isend's contract only, from whichever thread runs the data path.
+unsafe impl<P: Send> Send for Sender<P> {}
+
+impl<P: Post> Sender<P> {
+    pub fn new(parts: SenderParts<P>) -> Self {
+        let empty = Request { keys: None, size: 0, position: 0, portions_left: 0, generation: 0 };
+        Self {
+            credits: parts.credits,
+            head: 0,
+            matched: 0,
+            free: std::array::from_fn(|i| u8::try_from(i).unwrap_or(0)),
+            free_len: SEND_REQUESTS,
+            lanes: parts.lanes,
+            spread: parts.spread.clamp(1, parts.lanes.qps.min(MAX_PORTIONS / parts.lanes.rails)),
+            split_threshold: parts.split_threshold,
+            max_portion: parts.max_portion,
+            speed: parts.speed,
+            next_qp: 0,
+            next_lane: 0,
+            bytes_out: [0; MAX_RAILS],
+            wrs_out: [0; MAX_RAILS],
+            room: vec![parts.sq_depth; parts.lanes.total()].into_boxed_slice(),
+            requests: Box::new([empty; SEND_REQUESTS]),
+            fault: None,
+            stale: 0,
+            post: parts.post,
+        }
+    }
+
+    pub fn post(&self) -> &P {
+        &self.post
+    }
+
+    /// Requests not yet reported as done.
+    pub fn open(&self) -> usize {
+        SEND_REQUESTS - self.free_len
+    }
+
+    /// Completions that belonged to no open request.
+    pub fn stale(&self) -> u64 {
+        self.stale
+    }
+
+    /// Starts a send; None is "again": no credit yet, none with this tag in the group at the head, or no room.
+    ///
+    /// # Safety
+    /// `data` is `size` bytes registered under `keys`, which stays alive until the request is done, until
+    /// [`Keys::in_flight`] is 0, or until this sender is dropped; the bytes stay in place as long.
+    #[inline]
+    pub unsafe fn isend(
+        &mut self,
+        data: u64,
+        size: u64,
+        tag: u32,
+        keys: NonNull<Keys>,
+    ) -> Result<Option<u8>, Fault> {
+        if !self.credits.ready(self.head) {
+            return Ok(None);
+        }
+        if let Some(fault) = &self.fault {
+            return Err((**fault).clone());
+        }
+        let Some((position, credit)) = self.match_tag(tag) else { return Ok(None) };
+        let size = size.min(credit.size);
+        if self.free_len == 0 {
+            self.poll()?;
+            if self.free_len == 0 {
+                return Ok(None);
+            }
+        }
+        let mut portions = [Portion::default(); MAX_PORTIONS];
+        let count = self.cut(size, &mut portions)?;
+        if !self.has_room(&portions[..count]) {
+            self.poll()?;
+            if !self.has_room(&portions[..count]) {
+                return Ok(None);
+            }
+        }
+
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let portions_left = u8::try_from(count).unwrap_or(0);
+        let request = &mut self.requests[usize::from(index)];
+        request.generation = request.generation.wrapping_add(1);
+        request.keys = Some(keys);
+        request.size = size;
+        request.position = position;
+        request.portions_left = portions_left;
+        let generation = request.generation;
+        // SAFETY: alive by this function's contract.
+        let registration = unsafe { keys.as_ref() };
+        registration.enter();
+
+        let [low, high, ..] = sequence(position).to_le_bytes();
+        let sequence = u16::from_le_bytes([low, high]);
+        let mut offset = 0u64;
+        for (i, portion) in portions[..count].iter().enumerate() {
+            let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
+            let id = WrId {
+                kind: Kind::Data,
+                qp: portion.qp as u8,
+                request: index,
+                generation,
+                count: portion.length,
+            };
+            let w = WriteWr {
+                wr_id: id.pack(),
+                local: data.wrapping_add(offset),
+                lkey: registration.lkeys[rail],
+                length: portion.length,
+                remote: credit.address.wrapping_add(offset),
+                rkey: credit.rkeys[rail],
+                imm: Some(Imm { sequence, portion: i as u8, portions: portions_left }.pack()),
+                signaled: true,
+                inline: false,
+            };
+            // SAFETY: the range is part of `data`, registered by this function's contract.
+            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+            self.room[portion.qp] -= 1;
+            self.wrs_out[rail] += 1;
+            self.bytes_out[rail] += u64::from(portion.length);
+            offset += u64::from(portion.length);
+        }
+        self.take(position, credit.n);
+        Ok(Some(index))
+    }
+
+    /// The first unmatched member of the group at the head whose tag this is.
+    #[inline]
+    fn match_tag(&self, tag: u32) -> Option<(u32, Credit)> {
+        let first = if self.matched & 1 == 0 {
+            let credit = self.credits.read(self.head)?;
+            if credit.tag == tag {
+                return Some((self.head, credit));
+            }
+            if credit.n == 1 {
+                return None;
+            }
+            credit.n
+        } else {
+            // The first member is gone, and its entry may hold a later credit by now; the others tell n.
+            MAX_GROUP as u8
+        };
+        let mut n = first;
+        let mut member = 1;
+        while member < n {
+            let position = self.head.wrapping_add(u32::from(member));
+            if self.matched >> member & 1 == 0 {
+                if !self.credits.ready(position) {
+                    return None;
+                }
+                let credit = self.credits.read(position)?;
+                n = credit.n;
+                if credit.tag == tag {
+                    return Some((position, credit));
+                }
+            }
+            member += 1;
+        }
+        None
+    }
+
+    /// Marks a member of the group at the head as matched, and goes to the next group after the last.
+    #[inline]
+    fn take(&mut self, position: u32, n: u8) {
+        if n == 1 {
+            self.head = self.head.wrapping_add(1);
+            return;
+        }
+        self.matched |= 1 << (position.wrapping_sub(self.head) & 7);
+        if self.matched.count_ones() == u32::from(n) {
+            self.matched = 0;
+            self.head = self.head.wrapping_add(u32::from(n));
+        }
+    }
+
+    /// Cuts a message into portions; returns how many.
+    #[inline]
+    fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
+        let total = self.lanes.total();
+        if total == 1 || size <= self.split_threshold {
+            if size <= self.max_portion {
+                portions[0] = Portion { qp: self.next_qp, length: size as u32 };
+                self.next_qp += 1;
+                if self.next_qp == total {
+                    self.next_qp = 0;
+                }
+                return Ok(1);
+            }
+        }
+        let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
+        let first = self.next_lane;
+        self.next_lane = (self.next_lane + self.spread) % self.lanes.qps;
+        let mut count = 0;
+        for (rail, &share) in shares.iter().enumerate().take(self.lanes.rails) {
+            // Equal shares of the rail's share over its QPs, whole lines, none longer than the port allows.
+            let even = share.div_ceil(self.spread as u64).next_multiple_of(split::ALIGN);
+            let longest = even.min(self.max_portion / split::ALIGN * split::ALIGN).max(split::ALIGN);
+            let mut left = share;
+            let mut lane = first;
+            while left > 0 {
+                if count == MAX_PORTIONS {
+                    return Err(self.stop(Fault::Protocol(format!(
+                        "a message of {size} bytes does not fit {MAX_PORTIONS} portions of {} bytes: the port's max_msg_sz \
+                         is too small",
+                        self.max_portion
+                    ))));
+                }
+                let length = left.min(longest);
+                portions[count] = Portion { qp: rail * self.lanes.qps + lane % self.lanes.qps, length: length as u32 };
+                lane += 1;
+                count += 1;
+                left -= length;
+            }
+        }
+        if count == 0 {
+            portions[0] = Portion { qp: first % self.lanes.qps, length: 0 };
+            count = 1;
+        }
+        Ok(count)
+    }
+
+    #[inline]
+    fn has_room(&self, portions: &[Portion]) -> bool {
+        // Several portions of one message on one QP are rare (max_msg_sz); counting all of them as if on each is enough.
+        let need = if portions.len() > self.lanes.total() { portions.len() as u32 } else { 1 };
+        portions.iter().all(|p| self.room[p.qp] >= need)
+    }
+
+    /// How a send stands. Done frees the request.
+    #[inline]
+    pub fn test(&mut self, index: u8) -> Result<SendProgress, Fault> {
+        if self.requests[usize::from(index)].portions_left > 0 {
+            if let Some(fault) = &self.fault {
+                return Err((**fault).clone());
+            }
+            self.poll()?;
+        }
+        let request = &mut self.requests[usize::from(index)];
+        if request.portions_left > 0 {
+            return Ok(SendProgress::Pending);
+        }
+        let size = request.size;
+        self.free[self.free_len] = index;
+        self.free_len += 1;
+        Ok(SendProgress::Done { size })
+    }
+
+    /// Takes what has completed on the rails that owe something.
+    #[inline]
+    pub fn poll(&mut self) -> Result<(), Fault> {
+        for rail in 0..self.lanes.rails {
+            while self.wrs_out[rail] > 0 {
+                let mut batch = WcBatch::default();
+                let completions = match self.post.poll(rail, &mut batch) {
+                    Ok(c) => c,
+                    Err(e) => return Err(self.stop(Fault::Verb(e))),
+                };
+                let taken = completions.len();
+                for wc in completions {
+                    match wc.read() {
+                        Completion::Sent { wr_id } => {
+                            let id = WrId::unpack(wr_id);
+                            self.room[usize::from(id.qp)] += 1;
+                            self.wrs_out[rail] -= 1;
+                            self.bytes_out[rail] -= u64::from(id.count);
+                            let request = &mut self.requests[usize::from(id.request)];
+                            if request.generation != id.generation || request.portions_left == 0 {
+                                self.stale += 1;
+                                continue;
+                            }
+                            request.portions_left -= 1;
+                            if request.portions_left == 0 {
+                                Self::release(request);
+                            }
+                        }
+                        Completion::Failed(failure) => return Err(self.failed(failure)),
+                        Completion::Arrived(_) => self.stale += 1,
+                    }
+                }
+                if taken < WcBatch::LEN {
+                    break;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn release(request: &mut Request) {
+        if let Some(keys) = request.keys.take() {
+            // SAFETY: alive while its request is open, by isend's contract.
+            unsafe { keys.as_ref() }.leave();
+        }
+    }
+
+    /// After the peer said that it closed in good order, having received every position before `received`: the sends that
+    /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
+    pub fn settle(&mut self, received: u32) -> bool {
+        let mut all = true;
+        for request in self.requests.iter_mut().filter(|r| r.portions_left > 0) {
+            // Positions before `received`, on a circle.
+            if request.position.wrapping_sub(received) > u32::MAX / 2 {
+                request.portions_left = 0;
+                Self::release(request);
+            } else {
+                all = false;
+            }
+        }
+        if all {
+            self.fault = None;
+        }
+        all
+    }
+
+    #[cold]
+    fn failed(&mut self, failure: Failure) -> Fault {
+        let id = WrId::unpack(failure.wr_id);
+        let bytes = self.requests.get(usize::from(id.request)).map_or(0, |r| r.size);
+        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation: "send (RDMA WRITE)", bytes })
+    }
+
+    /// The first fault stays; every later call returns it.
+    #[cold]
+    fn stop(&mut self, fault: Fault) -> Fault {
+        (**self.fault.get_or_insert_with(|| Box::new(fault))).clone()
+    }
+}

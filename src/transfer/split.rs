@@ -1,0 +1,102 @@
+//! How a message is cut: contiguous shares, one for each rail, sized so that the rails finish together.
+
+use super::MAX_RAILS;
+
+/// Shares are multiples of this, but for the last: LL128 lines stay whole.
+pub const ALIGN: u64 = 128;
+
+/// Shares of `size` bytes by rail. A rail of speed `w` that still has `o` bytes outstanding finishes at `(o + share) / w`;
+/// the shares level these, so that an unequal or busy rail gets less, and none where it would finish last anyway.
+///
+/// `speed` is in any one unit and not 0. The shares add up to `size`.
+#[inline]
+pub fn shares(size: u64, rails: usize, speed: &[u32; MAX_RAILS], outstanding: &[u64; MAX_RAILS]) -> [u64; MAX_RAILS] {
+    let mut shares = [0; MAX_RAILS];
+    if rails <= 1 {
+        shares[0] = size;
+        return shares;
+    }
+    // Water filling: the level is (size + what is outstanding) / speed over the rails that take part; a rail above the
+    // level leaves and the level is taken anew. At most `rails` turns.
+    let mut part = [true; MAX_RAILS];
+    loop {
+        let mut bytes = u128::from(size);
+        let mut weight = 0u128;
+        for i in (0..rails).filter(|&i| part[i]) {
+            bytes += u128::from(outstanding[i]);
+            weight += u128::from(speed[i].max(1));
+        }
+        let mut settled = true;
+        for i in 0..rails {
+            if !part[i] {
+                continue;
+            }
+            let target = bytes * u128::from(speed[i].max(1)) / weight;
+            let own = u128::from(outstanding[i]);
+            if target < own {
+                part[i] = false;
+                settled = false;
+            } else {
+                // target <= size + outstanding, so the difference fits.
+                shares[i] = u64::try_from(target - own).unwrap_or(size);
+            }
+        }
+        if settled {
+            break;
+        }
+        shares = [0; MAX_RAILS];
+    }
+    // Whole lines; what the rounding left goes to the last rail that takes part.
+    let mut left = size;
+    let mut last = 0;
+    for i in (0..rails).filter(|&i| part[i]) {
+        shares[i] = (shares[i] / ALIGN * ALIGN).min(left);
+        left -= shares[i];
+        last = i;
+    }
+    shares[last] += left;
+    shares
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const EVEN: [u32; 8] = [100; 8];
+
+    #[test]
+    fn even_rails_get_even_shares() {
+        assert_eq!(shares(1 << 20, 2, &EVEN, &[0; 8])[..3], [1 << 19, 1 << 19, 0]);
+        assert_eq!(shares(1000, 1, &EVEN, &[5; 8])[0], 1000);
+    }
+
+    #[test]
+    fn a_slow_rail_gets_its_part() {
+        let mut speed = EVEN;
+        speed[1] = 300;
+        assert_eq!(shares(4 << 20, 2, &speed, &[0; 8])[..2], [1 << 20, 3 << 20]);
+    }
+
+    #[test]
+    fn a_rail_that_would_finish_last_gets_nothing() {
+        let mut outstanding = [0; 8];
+        outstanding[0] = 10 << 20;
+        assert_eq!(shares(1 << 20, 2, &EVEN, &outstanding)[..2], [0, 1 << 20]);
+    }
+
+    proptest! {
+        #[test]
+        fn shares_add_up_and_are_aligned(size in 0u64..1 << 32, rails in 1usize..=8, speed in prop::array::uniform8(1u32..800_000), outstanding in prop::array::uniform8(0u64..1 << 34)) {
+            let s = shares(size, rails, &speed, &outstanding);
+            prop_assert_eq!(s.iter().sum::<u64>(), size);
+            prop_assert!(s[rails..].iter().all(|&x| x == 0));
+            prop_assert!(s[..rails].iter().filter(|&&x| x % ALIGN != 0).count() <= 1);
+            // No rail finishes later than the slowest of even shares would, but for rounding.
+            let finish = |i: usize, share: u64| (outstanding[i] + share) as f64 / f64::from(speed[i]);
+            let ours = (0..rails).filter(|&i| s[i] > 0).map(|i| finish(i, s[i])).fold(0.0, f64::max);
+            let even = (0..rails).map(|i| finish(i, size / rails as u64)).fold(0.0, f64::max);
+            prop_assert!(ours <= even + (ALIGN * 9) as f64);
+        }
+    }
+}

@@ -1,0 +1,443 @@
+//! Sender and receiver over a wire in memory that keeps the order inside a QP and nothing else.
+
+use std::cell::RefCell;
+use std::collections::VecDeque;
+use std::ptr::NonNull;
+use std::rc::Rc;
+
+use proptest::prelude::*;
+
+use super::credit::Stride;
+use super::credit::tests::{RingMemory, memory};
+use super::imm::Imm;
+use super::*;
+use crate::verbs::{VerbsError, Wc, WcBatch, WriteWr};
+
+/// xorshift64*: the tests' own randomness, so that a seed is a schedule.
+#[derive(Debug)]
+struct Rng(u64);
+
+impl Rng {
+    fn below(&mut self, n: usize) -> usize {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
+    }
+}
+
+/// One direction of one QP, and what the device holds of it.
+#[derive(Debug, Default)]
+struct Side {
+    /// Requests under way, by QP.
+    wires: Vec<VecDeque<WriteWr>>,
+    /// Completions, by rail.
+    cqs: Vec<VecDeque<Wc>>,
+    /// Receives posted, by QP.
+    recvs: Vec<VecDeque<u64>>,
+    posts: u64,
+}
+
+#[derive(Debug)]
+struct Net {
+    /// 0 sender, 1 receiver.
+    sides: [Side; 2],
+    qps_per_rail: usize,
+}
+
+#[derive(Debug, Clone)]
+struct End {
+    net: Rc<RefCell<Net>>,
+    side: usize,
+}
+
+impl Post for End {
+    unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
+        let mut net = self.net.borrow_mut();
+        net.sides[self.side].posts += 1;
+        net.sides[self.side].wires[qp].push_back(*w);
+        Ok(())
+    }
+
+    fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError> {
+        self.net.borrow_mut().sides[self.side].recvs[qp].extend(std::iter::repeat_n(wr_id, count));
+        Ok(())
+    }
+
+    unsafe fn flush(&self, rail: usize, wr_id: u64, _: u64, _: u32) -> Result<(), VerbsError> {
+        self.net.borrow_mut().sides[self.side].cqs[rail].push_back(Wc::sent(wr_id));
+        Ok(())
+    }
+
+    fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
+        Ok(batch.fill(&mut self.net.borrow_mut().sides[self.side].cqs[rail]))
+    }
+}
+
+impl Net {
+    /// Carries out the oldest request of one QP, chosen by chance; false where none is under way.
+    fn step(&mut self, rng: &mut Rng) -> bool {
+        let busy: Vec<(usize, usize)> = (0..2)
+            .flat_map(|s| (0..self.sides[s].wires.len()).map(move |q| (s, q)))
+            .filter(|&(s, q)| !self.sides[s].wires[q].is_empty())
+            .collect();
+        if busy.is_empty() {
+            return false;
+        }
+        let (s, q) = busy[rng.below(busy.len())];
+        let w = self.sides[s].wires[q].pop_front().expect("busy");
+        let rail = q / self.qps_per_rail;
+        // SAFETY: the tests' buffers and rings are alive and as long as the request says.
+        unsafe { std::ptr::copy(w.local as *const u8, w.remote as *mut u8, w.length as usize) };
+        if let Some(imm) = w.imm {
+            let peer = &mut self.sides[1 - s];
+            let wr_id = peer.recvs[q].pop_front().expect("a receive is always posted");
+            peer.cqs[rail].push_back(Wc::arrived(wr_id, w.length, imm));
+        }
+        if w.signaled {
+            self.sides[s].cqs[rail].push_back(Wc::sent(w.wr_id));
+        }
+        true
+    }
+}
+
+struct Pair {
+    net: Rc<RefCell<Net>>,
+    sender: Sender<End>,
+    receiver: Receiver<End>,
+    _rings: [Box<RingMemory>; 2],
+}
+
+fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
+    let lanes = Lanes { rails, qps };
+    let side = || Side {
+        wires: vec![VecDeque::new(); lanes.total()],
+        cqs: vec![VecDeque::new(); rails],
+        recvs: vec![VecDeque::new(); lanes.total()],
+        posts: 0,
+    };
+    let net = Rc::new(RefCell::new(Net { sides: [side(), side()], qps_per_rail: qps }));
+    let stride = Stride::for_rails(rails);
+    let mut rings = [memory(), memory()];
+    let credits = rings[0].ring(stride);
+    let ring_address = credits.address(0);
+    let shadow = rings[1].ring(stride);
+    let receiver_end = End { net: Rc::clone(&net), side: 1 };
+    for qp in 0..lanes.total() {
+        receiver_end.recvs(qp, Receiver::<End>::recv_wr_id(qp), Receiver::<End>::RQ_DEPTH).expect("in memory");
+    }
+    let sender = Sender::new(SenderParts {
+        post: End { net: Rc::clone(&net), side: 0 },
+        credits,
+        lanes,
+        speed: [100; MAX_RAILS],
+        split_threshold: threshold,
+        spread,
+        max_portion: 1 << 31,
+        sq_depth: SEND_REQUESTS as u32,
+    });
+    let receiver = Receiver::new(ReceiverParts {
+        post: receiver_end,
+        shadow,
+        shadow_lkey: 1,
+        ring_address,
+        ring_rkey: 2,
+        lanes,
+        max_inline: 0,
+        can_flush: true,
+    });
+    Pair { net, sender, receiver, _rings: rings }
+}
+
+fn keys() -> Box<Keys> {
+    Box::new(Keys::new([1; MAX_RAILS], [2; MAX_RAILS]))
+}
+
+fn byte(message: usize, offset: usize) -> u8 {
+    (message.wrapping_mul(131) ^ offset.wrapping_mul(7) ^ offset >> 8) as u8
+}
+
+/// Random groups of random sizes, sends in random order inside a window, random progress: every byte in its place, guard
+/// bytes untouched, sizes exact.
+fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, groups: usize) {
+    let mut rng = Rng(seed | 1);
+    let mut p = pair(rails, qps, spread, threshold);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    struct Open {
+        request: u8,
+        first: usize,
+        buffers: Vec<Vec<u8>>,
+        posted: Vec<usize>,
+    }
+    let mut next_message = 0;
+    let mut posted_groups = 0;
+    let mut open: Vec<Open> = Vec::new();
+    // What remains to be sent: (message, tag, bytes).
+    let mut to_send: VecDeque<(usize, u32, Vec<u8>)> = VecDeque::new();
+    let mut sending: Vec<(u8, Vec<u8>, usize)> = Vec::new();
+    let mut sizes: Vec<usize> = Vec::new();
+    let mut idle = 0;
+    while posted_groups < groups || !open.is_empty() || !to_send.is_empty() || !sending.is_empty() {
+        idle += 1;
+        assert!(idle < 200_000, "stuck: {posted_groups} posted, {} open, {} to send", open.len(), to_send.len());
+        match rng.below(4) {
+            0 if posted_groups < groups && to_send.len() < 40 => {
+                let n = 1 + rng.below(MAX_GROUP);
+                let mut buffers = Vec::new();
+                let mut posted = Vec::new();
+                let mut sends = Vec::new();
+                for member in 0..n {
+                    let size = [0, 1, 7, 8, 100, 640, 3000, 9000][rng.below(8)];
+                    // Sends may be shorter or longer than the receive.
+                    let sent = match rng.below(4) {
+                        0 => size / 2,
+                        1 => size + rng.below(50),
+                        _ => size,
+                    };
+                    buffers.push(vec![0xEEu8; size + 32]);
+                    posted.push(size);
+                    let message = next_message + member;
+                    sizes.push(sent.min(size));
+                    sends.push((message, (member % 3) as u32, (0..sent).map(|o| byte(message, o)).collect::<Vec<u8>>()));
+                }
+                let b: Vec<Buffer> = (0..n)
+                    .map(|m| Buffer {
+                        address: buffers[m].as_mut_ptr() as u64 + 16,
+                        size: posted[m] as u64,
+                        tag: (m % 3) as u32,
+                        keys: k,
+                    })
+                    .collect();
+                // SAFETY: the buffers live in `open` until the receive is done.
+                if let Some(request) = unsafe { p.receiver.irecv(&b) }.expect("no fault") {
+                    open.push(Open { request, first: next_message, buffers, posted });
+                    next_message += n;
+                    posted_groups += 1;
+                    to_send.extend(sends);
+                } else {
+                    sizes.truncate(next_message);
+                }
+            }
+            1 => {
+                // One of the next few: out of order inside a group, and interleaved with the next.
+                if !to_send.is_empty() {
+                    let pick = rng.below(to_send.len().min(10));
+                    // Among equal tags order counts: take the first of that tag in the window.
+                    let tag = to_send[pick].1;
+                    let pick = to_send.iter().position(|s| s.1 == tag).expect("there is one");
+                    let (message, tag, data) = &to_send[pick];
+                    // SAFETY: the data live in `sending` until the send is done.
+                    let sent = unsafe { p.sender.isend(data.as_ptr() as u64, data.len() as u64, *tag, k) };
+                    if let Some(request) = sent.expect("no fault") {
+                        let message = *message;
+                        let (_, _, data) = to_send.remove(pick).expect("picked");
+                        sending.push((request, data, message));
+                        idle = 0;
+                    }
+                }
+            }
+            2 => {
+                p.net.borrow_mut().step(&mut rng);
+            }
+            _ => {
+                if !sending.is_empty() {
+                    let i = rng.below(sending.len());
+                    if let SendProgress::Done { size } = p.sender.test(sending[i].0).expect("no fault") {
+                        let (_, _, message) = sending.swap_remove(i);
+                        assert_eq!(size as usize, sizes[message]);
+                    }
+                }
+                if !open.is_empty() {
+                    let i = rng.below(open.len());
+                    if let RecvProgress::Done { n, sizes: got } = p.receiver.test(open[i].request).expect("no fault") {
+                        let group = open.swap_remove(i);
+                        assert_eq!(n, group.buffers.len());
+                        for (m, buffer) in group.buffers.iter().enumerate() {
+                            let message = group.first + m;
+                            assert_eq!(got[m] as usize, sizes[message], "size of member {m}");
+                            for o in 0..sizes[message] {
+                                assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
+                            }
+                            assert!(buffer[..16].iter().all(|&b| b == 0xEE), "bytes before the buffer");
+                            assert!(buffer[16 + sizes[message]..].iter().all(|&b| b == 0xEE), "bytes past the payload");
+                            assert!(group.posted[m] >= sizes[message]);
+                        }
+                        idle = 0;
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(keys.in_flight(), 0);
+    assert_eq!(p.sender.stale(), 0);
+    assert_eq!((p.sender.open(), p.receiver.open()), (0, 0));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #[test]
+    fn every_byte_arrives_once(seed: u64, rails in 1usize..=8, qps in 1usize..=4, split: bool, threshold in prop::sample::select(vec![0u64, 256, 4096])) {
+        play(seed, rails, qps, if split { qps } else { 1 }, threshold, 60);
+    }
+}
+
+/// More than a lap of the ring, and of the 16-bit sequence in the immediate.
+#[test]
+fn the_ring_and_the_sequence_wrap() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut rng = Rng(9);
+    let source = [7u8; 8];
+    let mut target = [0u8; 8];
+    for i in 0..70_000u32 {
+        let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: i, keys: k };
+        // SAFETY: the arrays outlive the test.
+        let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+        while p.net.borrow_mut().step(&mut rng) {}
+        // SAFETY: as above.
+        let s = unsafe { p.sender.isend(source.as_ptr() as u64, 8, i, k) }.expect("no fault").expect("a credit");
+        while p.net.borrow_mut().step(&mut rng) {}
+        assert_eq!(p.sender.test(s).expect("no fault"), SendProgress::Done { size: 8 });
+        assert!(matches!(p.receiver.test(r).expect("no fault"), RecvProgress::Done { n: 1, .. }));
+    }
+}
+
+#[test]
+fn a_send_waits_for_its_tag() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut target = [0u8; 8];
+    let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 5, keys: k };
+    // SAFETY: the arrays outlive the test.
+    unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    let data = [1u8; 8];
+    // SAFETY: as above.
+    let mut send = |p: &mut Pair, tag| unsafe { p.sender.isend(data.as_ptr() as u64, 8, tag, k) }.expect("no fault");
+    assert_eq!(send(&mut p, 5), None, "no credit yet");
+    let mut rng = Rng(3);
+    while p.net.borrow_mut().step(&mut rng) {}
+    assert_eq!(send(&mut p, 6), None, "another tag");
+    assert!(send(&mut p, 5).is_some());
+    assert_eq!(send(&mut p, 5), None, "the credit is used");
+}
+
+#[test]
+fn more_receives_than_fit_are_put_off() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut target = [0u8; 8];
+    let b = [Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: k }; MAX_GROUP];
+    let mut posted = 0;
+    // SAFETY: the array outlives the test.
+    while unsafe { p.receiver.irecv(&b) }.expect("no fault").is_some() {
+        posted += 1;
+        while p.net.borrow_mut().step(&mut Rng(5)) {}
+    }
+    assert_eq!(posted, RING / MAX_GROUP, "32 groups of 8, as NCCL may have outstanding");
+    assert_eq!(p.receiver.received(), 0);
+}
+
+#[test]
+fn the_first_fault_stays_and_speaks_of_our_own_record() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut target = vec![0u8; 1 << 20];
+    let mut rng = Rng(5);
+    for _ in 0..4 {
+        let b = Buffer { address: target.as_mut_ptr() as u64, size: 1 << 20, tag: 0, keys: k };
+        // SAFETY: the vector outlives the test.
+        unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    let data = vec![1u8; 1 << 20];
+    let requests: Vec<u8> = (0..4)
+        // SAFETY: as above.
+        .map(|_| unsafe { p.sender.isend(data.as_ptr() as u64, 1 << 20, 0, k) }.expect("no fault").expect("a credit"))
+        .collect();
+    // The first never completes, the second fails, the others flush.
+    let ids: Vec<u64> = p.net.borrow().sides[0].wires[0].iter().map(|w| w.wr_id).collect();
+    let failures = [Wc::failed(ids[1], 12, 129), Wc::failed(ids[2], 5, 249), Wc::failed(ids[3], 5, 249)];
+    p.net.borrow_mut().sides[0].cqs[0].extend(failures);
+    for request in requests {
+        let fault = p.sender.test(request).expect_err("every request fails");
+        let Fault::Completion { failure, bytes, .. } = &fault else { panic!("{fault}") };
+        assert_eq!((failure.status, failure.vendor_err, *bytes), (12, 129, 1 << 20));
+        let text = fault.to_string();
+        assert!(text.contains("1048576 bytes") && text.contains("RETRY_EXC_ERR (12)"), "{text}");
+    }
+}
+
+#[test]
+fn what_no_sender_writes_is_refused() {
+    for imm in [0xffff_ffff, Imm { sequence: 2, portion: 0, portions: 1 }.pack()] {
+        let mut p = pair(1, 1, 1, 1 << 14);
+        let keys = keys();
+        let mut target = [0u8; 8];
+        let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: NonNull::from(&*keys) };
+        // SAFETY: the array outlives the test.
+        let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+        p.net.borrow_mut().sides[1].cqs[0].push_back(Wc::arrived(Receiver::<End>::recv_wr_id(0), 8, imm));
+        assert!(matches!(p.receiver.test(r), Err(Fault::Protocol(_))), "immediate {imm:#x}");
+    }
+}
+
+#[test]
+fn a_portion_counts_once_and_never_past_the_buffer() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let mut target = [0u8; 8];
+    let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: NonNull::from(&*keys) };
+    // SAFETY: the array outlives the test.
+    let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    let portion = |i| Imm { sequence: 1, portion: i, portions: 3 }.pack();
+    let wr_id = Receiver::<End>::recv_wr_id(0);
+    p.net.borrow_mut().sides[1].cqs[0].extend([Wc::arrived(wr_id, 4, portion(0)), Wc::arrived(wr_id, 4, portion(2))]);
+    assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending);
+    p.net.borrow_mut().sides[1].cqs[0].push_back(Wc::arrived(wr_id, 1, portion(1)));
+    assert!(p.receiver.test(r).is_err(), "9 bytes for a receive of 8");
+}
+
+#[test]
+fn flushes_do_not_run_out() {
+    let mut p = pair(2, 1, 1, 1 << 14);
+    let keys = keys();
+    let mut held = Vec::new();
+    for _ in 0..FLUSHES {
+        // SAFETY: nothing is read: the wire of the tests completes the flush at once.
+        held.push(unsafe { p.receiver.iflush(&[(64, NonNull::from(&*keys))]) }.expect("no fault").expect("a flush"));
+    }
+    for index in held {
+        assert!(p.receiver.test_flush(index).expect("no fault"));
+    }
+}
+
+#[test]
+fn a_peer_that_closed_in_good_order_has_what_it_received() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut target = [0u8; 8];
+    let mut rng = Rng(5);
+    for _ in 0..3 {
+        let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: k };
+        // SAFETY: the array outlives the test.
+        unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    let data = [1u8; 8];
+    let requests: Vec<u8> = (0..3)
+        // SAFETY: as above.
+        .map(|_| unsafe { p.sender.isend(data.as_ptr() as u64, 8, 0, k) }.expect("no fault").expect("a credit"))
+        .collect();
+    assert!(!p.sender.settle(2), "the third is missing there");
+    assert_eq!(p.sender.test(requests[0]).expect("no fault"), SendProgress::Done { size: 8 });
+    assert_eq!(p.sender.test(requests[2]).expect("no fault"), SendProgress::Pending);
+    assert!(p.sender.settle(3));
+    assert_eq!(p.sender.test(requests[2]).expect("no fault"), SendProgress::Done { size: 8 });
+    assert_eq!(keys.in_flight(), 3, "the receiver's own");
+}

@@ -1,0 +1,197 @@
+//! What the data path needs of the wire: QPs to post on, and what went wrong on them.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+
+use crate::verbs::{Cq, Failure, Qp, Rts, VerbsError, Wc, WcBatch, WriteWr};
+
+use super::MAX_RAILS;
+
+/// The keys of one registration on every rail of a connection, and how much traffic uses it.
+#[derive(Debug, Default)]
+pub struct Keys {
+    pub lkeys: [u32; MAX_RAILS],
+    pub rkeys: [u32; MAX_RAILS],
+    flight: Flight,
+}
+
+impl Keys {
+    pub fn new(lkeys: [u32; MAX_RAILS], rkeys: [u32; MAX_RAILS]) -> Self {
+        Self { lkeys, rkeys, flight: Flight::default() }
+    }
+
+    /// Requests that use the registration now.
+    pub fn in_flight(&self) -> u32 {
+        self.flight.0.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn enter(&self) {
+        self.flight.enter();
+    }
+
+    #[inline]
+    pub(super) fn leave(&self) {
+        self.flight.leave();
+    }
+}
+
+/// A counter that one thread at a time changes and any thread may read, so that no locked instruction is needed.
+#[derive(Debug, Default)]
+pub struct Flight(AtomicU32);
+
+impl Flight {
+    #[inline]
+    fn enter(&self) {
+        self.0.store(self.0.load(Ordering::Relaxed).wrapping_add(1), Ordering::Release);
+    }
+
+    #[inline]
+    fn leave(&self) {
+        self.0.store(self.0.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Release);
+    }
+}
+
+/// Where the data path posts and polls; the engine's is [`QpSet`], tests bring their own.
+pub trait Post {
+    /// Posts one write on a QP of the connection.
+    ///
+    /// # Safety
+    /// As [`Qp::post_write`].
+    unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError>;
+    /// Posts `count` receives.
+    fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError>;
+    /// Reads one byte of the flushed buffer on a rail's loopback QP.
+    ///
+    /// # Safety
+    /// As [`Qp::post_read`].
+    unsafe fn flush(&self, rail: usize, wr_id: u64, remote: u64, rkey: u32) -> Result<(), VerbsError>;
+    /// Takes completions of a rail.
+    fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError>;
+}
+
+/// How a connection's QPs are laid out: `qps` on each of `rails`; QP `q` of rail `r` is number `r * qps + q`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lanes {
+    pub rails: usize,
+    pub qps: usize,
+}
+
+impl Lanes {
+    pub fn total(self) -> usize {
+        self.rails * self.qps
+    }
+}
+
+/// A QP of a connection, for messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lane {
+    pub rail: usize,
+    pub qp: usize,
+}
+
+/// One rail of a connection: its completion queue and QPs.
+#[derive(Debug)]
+pub struct RailLink {
+    /// Dropped after the QPs (they hold it too).
+    pub qps: Vec<Qp<Rts>>,
+    pub cq: Arc<Cq>,
+    /// Loopback QP, with the landing place of its reads: address and lkey.
+    pub flush: Option<(Qp<Rts>, u64, u32)>,
+}
+
+/// The QPs of a connection, shared between the data path, which posts, and whoever tears the connection down.
+#[derive(Debug)]
+pub struct QpSet {
+    rails: Vec<RailLink>,
+    lanes: Lanes,
+}
+
+impl QpSet {
+    /// Every rail has the same number of QPs.
+    pub fn new(rails: Vec<RailLink>) -> Self {
+        let lanes = Lanes { rails: rails.len(), qps: rails.first().map_or(0, |r| r.qps.len()) };
+        debug_assert!(rails.iter().all(|r| r.qps.len() == lanes.qps));
+        Self { rails, lanes }
+    }
+
+    pub fn lanes(&self) -> Lanes {
+        self.lanes
+    }
+
+    #[inline]
+    fn qp(&self, i: usize) -> &Qp<Rts> {
+        if self.lanes.qps == 1 {
+            &self.rails[i].qps[0]
+        } else {
+            &self.rails[i / self.lanes.qps].qps[i % self.lanes.qps]
+        }
+    }
+
+    pub fn qp_num(&self, i: usize) -> u32 {
+        self.qp(i).num()
+    }
+
+    /// Numbers of all QPs, the flush QPs too.
+    pub fn qp_nums(&self) -> impl Iterator<Item = u32> + '_ {
+        self.rails.iter().flat_map(|r| r.qps.iter().chain(r.flush.as_ref().map(|f| &f.0))).map(Qp::num)
+    }
+
+    /// Stops all traffic: every QP to the error state. The first refusal is returned, the others are tried all the same.
+    pub fn fail(&self) -> Result<(), VerbsError> {
+        let mut first = Ok(());
+        for rail in &self.rails {
+            for qp in rail.qps.iter().chain(rail.flush.as_ref().map(|f| &f.0)) {
+                let done = qp.fail();
+                if first.is_ok() {
+                    first = done;
+                }
+            }
+        }
+        first
+    }
+}
+
+impl Post for QpSet {
+    #[inline]
+    unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.qp(qp).post_write(w) }
+    }
+
+    fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError> {
+        self.qp(qp).post_empty_recvs(wr_id, count)
+    }
+
+    unsafe fn flush(&self, rail: usize, wr_id: u64, remote: u64, rkey: u32) -> Result<(), VerbsError> {
+        let Some((qp, local, lkey)) = &self.rails[rail].flush else { return Ok(()) };
+        // SAFETY: the landing place belongs to the rail and outlives its QP.
+        unsafe { qp.post_read(wr_id, *local, *lkey, 1, remote, rkey) }
+    }
+
+    #[inline]
+    fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
+        self.rails[rail].cq.poll(batch)
+    }
+}
+
+/// Why the data path of a connection stopped.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum Fault {
+    /// A work request failed.
+    #[error("{operation} of {bytes} bytes ended with {} ({})", .failure.name(), .failure.status)]
+    Completion {
+        failure: Failure,
+        /// QP of the connection.
+        qp: usize,
+        operation: &'static str,
+        /// From our own record: of the whole message.
+        bytes: u64,
+    },
+    /// A verb of the data path was refused.
+    #[error("{0}")]
+    Verb(#[from] VerbsError),
+    /// The peer sent what its protocol version does not allow.
+    #[error("{0}")]
+    Protocol(String),
+}
