@@ -5,5 +5,7 @@
 //! [`observe`].
 
 pub mod abi;
+pub mod memory;
+pub mod observe;
 pub mod transfer;
 pub mod verbs;

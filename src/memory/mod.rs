@@ -1,0 +1,7 @@
+//! Memory: the plugin's own registered pages, and the registration cache for NCCL's buffers.
+
+mod cache;
+mod pages;
+
+pub use cache::{CacheStats, Registrar, Registration};
+pub use pages::Pages;
