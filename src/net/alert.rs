@@ -1,0 +1,110 @@
+//! The word that stops a connection: set by whoever learns first that it failed (a completion, the peer's last words, a
+//! device event), loaded by every call of the data path.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::NetError;
+
+const FAILED: u32 = 1;
+const PEER_CLOSED: u32 = 2;
+
+/// How long data may still surface after the peer closed in good order.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// State of a connection beside its data path.
+#[derive(Debug, Default)]
+pub(crate) struct Alert {
+    word: AtomicU32,
+    cold: Mutex<Cold>,
+}
+
+#[derive(Debug, Default)]
+struct Cold {
+    cause: Option<NetError>,
+    /// What the peer had received when it closed in good order, and when we learnt of it.
+    closed: Option<(u32, Instant)>,
+}
+
+/// What the data path must mind.
+#[derive(Debug, Clone)]
+pub(crate) enum Attention {
+    Failed(NetError),
+    /// The peer closed in good order; every position before `received` had arrived there.
+    PeerClosed { received: u32, over: bool },
+}
+
+impl Alert {
+    fn cold(&self) -> MutexGuard<'_, Cold> {
+        self.cold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One relaxed load: whether anything needs attention.
+    #[inline]
+    pub(crate) fn raised(&self) -> bool {
+        self.word.load(Ordering::Relaxed) != 0
+    }
+
+    /// Records the first cause; true for the caller that brought it, who prints it.
+    pub(crate) fn fail(&self, cause: NetError) -> bool {
+        let mut cold = self.cold();
+        let first = cold.cause.is_none();
+        if first {
+            cold.cause = Some(cause);
+            self.word.fetch_or(FAILED, Ordering::Release);
+        }
+        first
+    }
+
+    /// The peer closed in good order.
+    pub(crate) fn peer_closed(&self, received: u32) {
+        self.cold().closed = Some((received, Instant::now()));
+        self.word.fetch_or(PEER_CLOSED, Ordering::Release);
+    }
+
+    pub(crate) fn has_failed(&self) -> bool {
+        self.word.load(Ordering::Acquire) & FAILED != 0
+    }
+
+    pub(crate) fn has_closed(&self) -> bool {
+        self.word.load(Ordering::Acquire) & PEER_CLOSED != 0
+    }
+
+    /// What is to be minded; None if nothing is.
+    #[cold]
+    pub(crate) fn attention(&self) -> Option<Attention> {
+        let cold = self.cold();
+        if let Some(cause) = &cold.cause {
+            return Some(Attention::Failed(cause.clone()));
+        }
+        let (received, since) = cold.closed?;
+        Some(Attention::PeerClosed { received, over: since.elapsed() > GRACE })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::Code;
+
+    #[test]
+    fn the_first_cause_stays() {
+        let alert = Alert::default();
+        assert!(!alert.raised());
+        assert!(alert.fail(NetError::new(Code::Remote, "first")));
+        assert!(!alert.fail(NetError::new(Code::System, "second")));
+        alert.peer_closed(3);
+        assert!(alert.raised() && alert.has_failed() && alert.has_closed());
+        let Some(Attention::Failed(e)) = alert.attention() else { panic!("failed") };
+        assert_eq!((e.code, e.text.as_str()), (Code::Remote, "first"));
+    }
+
+    #[test]
+    fn a_good_close_is_no_failure() {
+        let alert = Alert::default();
+        alert.peer_closed(7);
+        assert!(!alert.has_failed());
+        assert!(matches!(alert.attention(), Some(Attention::PeerClosed { received: 7, over: false })));
+    }
+}

@@ -1,0 +1,462 @@
+//! Connections as NCCL holds them: a send comm, a recv comm, and the registrations made on them.
+//!
+//! One thread at a time makes the data path calls of a comm (isend, irecv, test, iflush); registrations and close may come
+//! from another. What both touch is behind [`Base`], which is safe to share; the data path's own state is reached through
+//! `unsafe fn` whose contract is NCCL's: never two of these calls on one comm at once.
+
+use std::cell::UnsafeCell;
+use std::ffi::c_void;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::memory::{Pages, Registration};
+use crate::rendezvous::ControlHandle;
+use crate::transfer::{
+    Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, QpSet, RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS,
+    SendProgress, Sender,
+};
+use crate::verbs::{Access, Mr};
+
+use super::alert::{Alert, Attention};
+use super::device::Port;
+use super::hello::{Bye, Who, kind};
+use super::{Code, NetError};
+
+/// Requests are handed to NCCL as the comm's address plus their index, so the low byte of a comm's address is 0.
+const _: () = assert!(align_of::<Comm>() == 256);
+const _: () = assert!(SEND_REQUESTS <= 256 && RECV_REQUESTS + FLUSHES <= 256);
+
+/// A connection, at an address that does not change.
+#[repr(align(256))]
+#[derive(Debug)]
+pub enum Comm {
+    Send(SendComm),
+    Recv(RecvComm),
+}
+
+/// What both directions have.
+#[derive(Debug)]
+pub(super) struct Base {
+    pub(super) control: ControlHandle,
+    pub(super) alert: Arc<Alert>,
+    pub(super) qps: Arc<QpSet>,
+    /// Local ports by rail.
+    pub(super) ports: Vec<Arc<Port>>,
+    /// For messages: device:port, GID and QP number of both ends, by QP.
+    pub(super) routes: Vec<String>,
+    pub(super) peer: Who,
+    pub(super) what: &'static str,
+    /// Worst case in seconds until the NIC gives up on a peer that does not answer.
+    pub(super) nic_patience: f64,
+    /// Registrations that were given back while traffic used them; kept until the QPs are gone.
+    pub(super) graveyard: Mutex<Vec<Box<MrHandle>>>,
+    pub(super) fenced: AtomicBool,
+}
+
+/// The sending side. Fields are dropped in order: data path, QPs, ring.
+#[derive(Debug)]
+pub struct SendComm {
+    pub(super) hot: UnsafeCell<Sender<Arc<QpSet>>>,
+    pub(super) base: Base,
+    pub(super) _ring: (Vec<Mr>, Pages),
+}
+
+/// The receiving side. Fields are dropped in order: data path, QPs, shadow ring, landing place of flushes.
+#[derive(Debug)]
+pub struct RecvComm {
+    pub(super) hot: UnsafeCell<Receiver<Arc<QpSet>>>,
+    pub(super) base: Base,
+    pub(super) _shadow: (Mr, Pages),
+    pub(super) _landing: Option<(Vec<Mr>, Pages)>,
+}
+
+// SAFETY: `hot` is reached only through the unsafe functions below, whose contract is one thread at a time; the rest is
+// Sync by itself.
+unsafe impl Sync for Comm {}
+// SAFETY: everything inside may be used from another thread than the one that made it.
+unsafe impl Send for Comm {}
+
+/// What NCCL holds of a registration.
+#[derive(Debug)]
+pub struct MrHandle {
+    /// By rail; dropped with the handle.
+    _registrations: Vec<Registration>,
+    keys: Keys,
+}
+
+/// A request as NCCL holds it.
+pub type Request = NonNull<c_void>;
+
+/// What a finished request reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tested {
+    Pending,
+    Sent { size: u64 },
+    Received { n: usize, sizes: [u64; MAX_GROUP] },
+    Flushed,
+}
+
+impl Base {
+    /// The fault of a call: prints the first cause, tells the peer, stops all traffic, and stays for every later call.
+    #[cold]
+    fn fail(&self, fault: &Fault) -> NetError {
+        // A flush that we caused ourselves, or that follows the peer's own word, is no cause of its own.
+        if let (Fault::Completion { failure, .. }, Some(Attention::Failed(cause))) = (fault, self.alert.attention())
+            && failure.is_flush()
+        {
+            return cause;
+        }
+        let error = self.describe(fault);
+        if self.alert.fail(error.clone()) {
+            tracing::warn!(target: "init", "{}", error.text);
+            self.control.send(kind::FAILED, error.text.as_bytes());
+            self.fence();
+            return error;
+        }
+        match self.alert.attention() {
+            Some(Attention::Failed(cause)) => cause,
+            _ => error,
+        }
+    }
+
+    /// Who, where, why, what next.
+    fn describe(&self, fault: &Fault) -> NetError {
+        match fault {
+            Fault::Completion { failure, qp, operation, bytes } => {
+                let route = self.routes.get(*qp).map_or("unknown QP", String::as_str);
+                let patience = if matches!(failure.status, 12 | 13) && self.nic_patience.is_finite() {
+                    format!(" after at least {:.1} s of retries", self.nic_patience)
+                } else {
+                    String::new()
+                };
+                let peer_now = if self.alert.has_closed() { "had closed" } else { "process alive, TCP connected" };
+                NetError::new(
+                    Code::Remote,
+                    format!(
+                        "{operation} of {bytes} bytes to peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
+                         {route}; peer {peer_now}; {}",
+                        self.peer,
+                        failure.name(),
+                        failure.status,
+                        failure.vendor_err,
+                        failure.vendor_err,
+                        failure.hint(),
+                    ),
+                )
+            }
+            Fault::Verb(e) => NetError::new(Code::System, format!("{e}; connection to peer {}", self.peer)),
+            Fault::Protocol(text) => {
+                NetError::new(Code::Internal, format!("{text}; connection to peer {} on {}", self.peer, self.routes[0]))
+            }
+        }
+    }
+
+    /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory.
+    fn fence(&self) {
+        if !self.fenced.swap(true, Ordering::AcqRel)
+            && let Err(e) = self.qps.fail()
+        {
+            tracing::warn!(target: "init", "{e}; while stopping the connection to peer {}", self.peer);
+        }
+    }
+
+    fn register(
+        &self,
+        access: Access,
+        one: impl Fn(&Port, Access) -> Result<Registration, NetError>,
+    ) -> Result<Box<MrHandle>, NetError> {
+        let mut registrations = Vec::with_capacity(self.ports.len());
+        let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
+        for (rail, port) in self.ports.iter().enumerate() {
+            let registration = one(port, access)?;
+            lkeys[rail] = registration.lkey();
+            rkeys[rail] = registration.rkey();
+            registrations.push(registration);
+        }
+        Ok(Box::new(MrHandle { _registrations: registrations, keys: Keys::new(lkeys, rkeys) }))
+    }
+
+    /// The end of a connection: last word, fence, and the control channel closes.
+    fn close(&self, complete: bool, received: u32) {
+        let complete = complete && !self.alert.has_failed();
+        self.control.send(kind::BYE, &Bye { complete, received }.encode());
+        if !complete {
+            self.fence();
+        }
+        for port in &self.ports {
+            port.events.forget(self.qps.qp_nums());
+        }
+        self.control.close();
+    }
+}
+
+impl Comm {
+    fn base(&self) -> &Base {
+        match self {
+            Self::Send(c) => &c.base,
+            Self::Recv(c) => &c.base,
+        }
+    }
+
+    /// Rights that traffic of this direction needs.
+    fn access(&self) -> Access {
+        match self {
+            // The NIC only reads what is sent.
+            Self::Send(_) => Access::LOCAL_WRITE,
+            Self::Recv(c) => {
+                let flush = if c._landing.is_some() { Access::REMOTE_READ } else { Access::empty() };
+                Access::LOCAL_WRITE | Access::REMOTE_WRITE | flush
+            }
+        }
+    }
+
+    /// Registers memory for this connection.
+    ///
+    /// # Safety
+    /// The range stays mapped until the handle is given back by [`Comm::deregister`].
+    pub unsafe fn register(&self, address: u64, length: usize) -> Result<Box<MrHandle>, NetError> {
+        self.base().register(self.access(), |port, access| {
+            // SAFETY: the caller's promise.
+            unsafe { port.registrar.register(address, length, access) }.map_err(|e| {
+                let error = NetError::new(Code::System, e.with(format_args!("while registering memory")).to_string());
+                tracing::warn!(target: "init", "{}", error.text);
+                error
+            })
+        })
+    }
+
+    /// Registers GPU memory by way of a dma-buf. The descriptor may be closed afterwards.
+    pub fn register_dmabuf(
+        &self,
+        address: u64,
+        length: usize,
+        offset: u64,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Box<MrHandle>, NetError> {
+        self.base().register(self.access(), |port, access| {
+            port.registrar.register_dmabuf(fd, offset, address, length, access).map_err(|e| {
+                let error = NetError::new(Code::System, e.to_string());
+                tracing::warn!(target: "init", "{}", error.text);
+                error
+            })
+        })
+    }
+
+    /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
+    /// nothing lands in memory that NCCL is about to free.
+    pub fn deregister(&self, handle: Box<MrHandle>) {
+        if handle.keys.in_flight() > 0 {
+            let base = self.base();
+            let aborted = NetError::new(
+                Code::Remote,
+                format!("the connection to peer {} was aborted: memory was deregistered with traffic open", base.peer),
+            );
+            if base.alert.fail(aborted) {
+                tracing::info!(target: "net", "connection to peer {} aborted by deregistration", base.peer);
+                base.control.send(kind::FAILED, b"aborted by the application");
+            }
+            base.fence();
+            // The data path may still hold a pointer to the keys; the memory region itself goes with the last user.
+            base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        }
+    }
+
+    #[inline]
+    fn request(self: &Comm, index: usize) -> Request {
+        // Inside the allocation: a comm is larger than 256 bytes.
+        const { assert!(size_of::<Comm>() >= 256) };
+        NonNull::from(self).cast::<u8>().map_addr(|a| a | index).cast()
+    }
+
+    /// Starts a send; None is "again".
+    ///
+    /// # Safety
+    /// No other data path call on this comm runs at once; `data` is inside what `mr` registered on this comm and stays in
+    /// place until the request is done or the comm is closed.
+    #[inline]
+    pub unsafe fn isend(&self, data: u64, size: u64, tag: u32, mr: &MrHandle) -> Result<Option<Request>, NetError> {
+        let Self::Send(comm) = self else { return Err(NetError::misuse("isend on a receiving comm")) };
+        // SAFETY: one data path call at a time, by this function's contract.
+        let sender = unsafe { &mut *comm.hot.get() };
+        if comm.base.alert.raised() {
+            comm.mind(sender, true)?;
+        }
+        // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
+        match unsafe { sender.isend(data, size, tag, NonNull::from(&mr.keys)) } {
+            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
+            Err(fault) => Err(comm.base.fail(&fault)),
+        }
+    }
+
+    /// Posts a receive; None is "again".
+    ///
+    /// # Safety
+    /// As [`Comm::isend`], for every buffer.
+    #[inline]
+    pub unsafe fn irecv(&self, buffers: &[(u64, u64, u32, &MrHandle)]) -> Result<Option<Request>, NetError> {
+        let Self::Recv(comm) = self else { return Err(NetError::misuse("irecv on a sending comm")) };
+        // SAFETY: one data path call at a time, by this function's contract.
+        let receiver = unsafe { &mut *comm.hot.get() };
+        if comm.base.alert.raised() {
+            comm.mind()?;
+        }
+        let empty = Buffer { address: 0, size: 0, tag: 0, keys: NonNull::dangling() };
+        let mut list = [empty; MAX_GROUP];
+        for (place, &(address, size, tag, mr)) in list.iter_mut().zip(buffers) {
+            *place = Buffer { address, size, tag, keys: NonNull::from(&mr.keys) };
+        }
+        // SAFETY: as in isend.
+        match unsafe { receiver.irecv(&list[..buffers.len()]) } {
+            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
+            Err(fault) => Err(comm.base.fail(&fault)),
+        }
+    }
+
+    /// Makes received bytes visible to the GPU; None: nothing needs to be done.
+    ///
+    /// # Safety
+    /// As [`Comm::irecv`].
+    pub unsafe fn iflush(&self, buffers: &[(u64, &MrHandle)]) -> Result<Option<Request>, NetError> {
+        let Self::Recv(comm) = self else { return Err(NetError::misuse("iflush on a sending comm")) };
+        // SAFETY: one data path call at a time, by this function's contract.
+        let receiver = unsafe { &mut *comm.hot.get() };
+        if comm.base.alert.raised() {
+            comm.mind()?;
+        }
+        let mut list = [(0, NonNull::dangling()); MAX_GROUP];
+        for (place, &(address, mr)) in list.iter_mut().zip(buffers) {
+            *place = (address, NonNull::from(&mr.keys));
+        }
+        // SAFETY: as in isend.
+        match unsafe { receiver.iflush(&list[..buffers.len()]) } {
+            Ok(index) => Ok(index.map(|i| self.request(RECV_REQUESTS + usize::from(i)))),
+            Err(fault) => Err(comm.base.fail(&fault)),
+        }
+    }
+
+    /// How a request stands.
+    ///
+    /// # Safety
+    /// `request` came from isend, irecv or iflush, was not reported as done, and its comm is not closed. No other data path
+    /// call on that comm runs at once.
+    #[inline]
+    pub unsafe fn test(request: Request) -> Result<Tested, NetError> {
+        let index = request.addr().get() & 0xff;
+        // SAFETY: a request is its comm's address with the index in the low byte, which is 0 in a comm's address.
+        let comm = unsafe { request.cast::<u8>().byte_sub(index) }.cast::<Self>();
+        // SAFETY: the comm is alive by this function's contract.
+        match unsafe { comm.as_ref() } {
+            Self::Send(comm) => {
+                // SAFETY: one data path call at a time, by this function's contract.
+                let sender = unsafe { &mut *comm.hot.get() };
+                if comm.base.alert.raised() {
+                    comm.mind(sender, false)?;
+                }
+                match sender.test((index & (SEND_REQUESTS - 1)) as u8) {
+                    Ok(SendProgress::Done { size }) => Ok(Tested::Sent { size }),
+                    Ok(SendProgress::Pending) => Ok(Tested::Pending),
+                    Err(fault) => comm.settle(sender, &fault, index),
+                }
+            }
+            Self::Recv(comm) => {
+                // SAFETY: as above.
+                let receiver = unsafe { &mut *comm.hot.get() };
+                let alarmed = comm.base.alert.raised();
+                if alarmed {
+                    comm.mind()?;
+                }
+                let tested = if index < RECV_REQUESTS {
+                    receiver.test(index as u8).map(|p| match p {
+                        RecvProgress::Done { n, sizes } => Tested::Received { n, sizes },
+                        RecvProgress::Pending => Tested::Pending,
+                    })
+                } else {
+                    receiver
+                        .test_flush((index - RECV_REQUESTS) as u8)
+                        .map(|done| if done { Tested::Flushed } else { Tested::Pending })
+                };
+                match tested {
+                    Ok(Tested::Pending) if alarmed => comm.abandoned(),
+                    Ok(tested) => Ok(tested),
+                    Err(fault) => Err(comm.base.fail(&fault)),
+                }
+            }
+        }
+    }
+
+    /// Ends the connection. Never waits for the peer; what is under way is stopped.
+    ///
+    /// # Safety
+    /// No data path call on this comm runs at once.
+    pub unsafe fn close(self: Box<Self>) {
+        match &*self {
+            Self::Send(comm) => {
+                // SAFETY: by this function's contract.
+                let sender = unsafe { &mut *comm.hot.get() };
+                comm.base.close(sender.in_flight() == 0, 0);
+            }
+            Self::Recv(comm) => {
+                // SAFETY: by this function's contract.
+                let receiver = unsafe { &mut *comm.hot.get() };
+                // What has arrived and was not polled is not under way any more.
+                let _ = receiver.poll();
+                comm.base.close(receiver.open() == 0, receiver.received());
+            }
+        }
+    }
+}
+
+impl SendComm {
+    /// Something happened beside the data path.
+    #[cold]
+    fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
+        match self.base.alert.attention() {
+            None => Ok(()),
+            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::PeerClosed { received, .. }) => {
+                sender.settle(received);
+                if starting {
+                    return Err(NetError::new(Code::Remote, format!("peer {} closed the connection", self.base.peer)));
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// A fault may only be the lost acknowledgement of what a peer, now closed in good order, has received.
+    #[cold]
+    fn settle(&self, sender: &mut Sender<Arc<QpSet>>, fault: &Fault, index: usize) -> Result<Tested, NetError> {
+        if let Some(Attention::PeerClosed { received, .. }) = self.base.alert.attention()
+            && sender.settle(received)
+            && let Ok(SendProgress::Done { size }) = sender.test((index & (SEND_REQUESTS - 1)) as u8)
+        {
+            return Ok(Tested::Sent { size });
+        }
+        Err(self.base.fail(fault))
+    }
+}
+
+impl RecvComm {
+    #[cold]
+    fn mind(&self) -> Result<(), NetError> {
+        match self.base.alert.attention() {
+            Some(Attention::Failed(cause)) => Err(cause),
+            _ => Ok(()),
+        }
+    }
+
+    /// A receive is open, and the peer closed in good order: its data are on their way or will never come.
+    #[cold]
+    fn abandoned(&self) -> Result<Tested, NetError> {
+        match self.base.alert.attention() {
+            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::PeerClosed { over: true, .. }) => Err(NetError::new(
+                Code::Remote,
+                format!("peer {} closed the connection; a receive is still open", self.base.peer),
+            )),
+            _ => Ok(Tested::Pending),
+        }
+    }
+}
