@@ -6,6 +6,7 @@
 
 pub mod abi;
 pub mod memory;
+pub mod net;
 pub mod observe;
 pub mod transfer;
 pub mod verbs;

@@ -1,5 +1,8 @@
 //! NCCL's plugin ABI: C types made from `nccl-headers/`, and one thin adapter per version over the engine.
 //!
-//! No logic lives here. Nothing unwinds out of here.
+//! No logic lives here: arguments are checked and turned into the engine's own types, results into ncclResult_t. Every
+//! entry goes through [`guard::call`], so nothing unwinds out of here.
 
+mod guard;
 pub mod types;
+pub mod v8;

@@ -86,6 +86,39 @@ pub struct MrHandle {
     keys: Keys,
 }
 
+/// The buffers of an irecv or iflush.
+#[derive(Debug)]
+pub struct Buffers {
+    list: [std::mem::MaybeUninit<Buffer>; MAX_GROUP],
+    len: usize,
+}
+
+impl Default for Buffers {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Buffers {
+    #[inline]
+    pub fn new() -> Self {
+        Self { list: [std::mem::MaybeUninit::uninit(); MAX_GROUP], len: 0 }
+    }
+
+    /// Adds one of at most [`MAX_GROUP`].
+    #[inline]
+    pub fn push(&mut self, address: u64, size: u64, tag: u32, mr: &MrHandle) {
+        self.list[self.len].write(Buffer { address, size, tag, keys: NonNull::from(&mr.keys) });
+        self.len += 1;
+    }
+
+    #[inline]
+    fn as_slice(&self) -> &[Buffer] {
+        // SAFETY: push wrote the first `len`.
+        unsafe { std::slice::from_raw_parts(self.list.as_ptr().cast(), self.len) }
+    }
+}
+
 /// A request as NCCL holds it.
 pub type Request = NonNull<c_void>;
 
@@ -295,20 +328,15 @@ impl Comm {
     /// # Safety
     /// As [`Comm::isend`], for every buffer.
     #[inline]
-    pub unsafe fn irecv(&self, buffers: &[(u64, u64, u32, &MrHandle)]) -> Result<Option<Request>, NetError> {
+    pub unsafe fn irecv(&self, buffers: &Buffers) -> Result<Option<Request>, NetError> {
         let Self::Recv(comm) = self else { return Err(NetError::misuse("irecv on a sending comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
         let receiver = unsafe { &mut *comm.hot.get() };
         if comm.base.alert.raised() {
             comm.mind()?;
         }
-        let empty = Buffer { address: 0, size: 0, tag: 0, keys: NonNull::dangling() };
-        let mut list = [empty; MAX_GROUP];
-        for (place, &(address, size, tag, mr)) in list.iter_mut().zip(buffers) {
-            *place = Buffer { address, size, tag, keys: NonNull::from(&mr.keys) };
-        }
         // SAFETY: as in isend.
-        match unsafe { receiver.irecv(&list[..buffers.len()]) } {
+        match unsafe { receiver.irecv(buffers.as_slice()) } {
             Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
             Err(fault) => Err(comm.base.fail(&fault)),
         }
@@ -318,19 +346,15 @@ impl Comm {
     ///
     /// # Safety
     /// As [`Comm::irecv`].
-    pub unsafe fn iflush(&self, buffers: &[(u64, &MrHandle)]) -> Result<Option<Request>, NetError> {
+    pub unsafe fn iflush(&self, buffers: &Buffers) -> Result<Option<Request>, NetError> {
         let Self::Recv(comm) = self else { return Err(NetError::misuse("iflush on a sending comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
         let receiver = unsafe { &mut *comm.hot.get() };
         if comm.base.alert.raised() {
             comm.mind()?;
         }
-        let mut list = [(0, NonNull::dangling()); MAX_GROUP];
-        for (place, &(address, mr)) in list.iter_mut().zip(buffers) {
-            *place = (address, NonNull::from(&mr.keys));
-        }
         // SAFETY: as in isend.
-        match unsafe { receiver.iflush(&list[..buffers.len()]) } {
+        match unsafe { receiver.iflush(buffers.as_slice()) } {
             Ok(index) => Ok(index.map(|i| self.request(RECV_REQUESTS + usize::from(i)))),
             Err(fault) => Err(comm.base.fail(&fault)),
         }

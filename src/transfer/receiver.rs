@@ -362,12 +362,12 @@ impl<P: Post> Receiver<P> {
         Ok(())
     }
 
-    /// Makes what arrived in `buffers` (address and keys) visible to the GPU, by a read on every rail. None: nothing needs
+    /// Makes what arrived in `buffers` visible to the GPU, by a read on every rail. None: nothing needs
     /// to be done.
     ///
     /// # Safety
     /// The buffers are registered under their keys until the flush is done.
-    pub unsafe fn iflush(&mut self, buffers: &[(u64, NonNull<Keys>)]) -> Result<Option<u8>, Fault> {
+    pub unsafe fn iflush(&mut self, buffers: &[Buffer]) -> Result<Option<u8>, Fault> {
         if !self.can_flush || buffers.is_empty() {
             return Ok(None);
         }
@@ -385,13 +385,13 @@ impl<P: Post> Receiver<P> {
         flush.generation = flush.generation.wrapping_add(1);
         let generation = flush.generation;
         let mut left = 0u8;
-        for (address, keys) in buffers {
+        for buffer in buffers {
             for rail in 0..self.lanes.rails {
                 let id = WrId { kind: Kind::Flush, qp: rail as u8, request: index, generation, count: 1 };
                 // SAFETY: alive by this function's contract.
-                let rkey = unsafe { keys.as_ref() }.rkeys[rail];
+                let rkey = unsafe { buffer.keys.as_ref() }.rkeys[rail];
                 // SAFETY: as above.
-                if let Err(e) = unsafe { self.post.flush(rail, id.pack(), *address, rkey) } {
+                if let Err(e) = unsafe { self.post.flush(rail, id.pack(), buffer.address, rkey) } {
                     return Err(self.stop(Fault::Verb(e)));
                 }
                 self.flush_out[rail] += 1;

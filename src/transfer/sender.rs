@@ -123,6 +123,11 @@ impl<P: Post> Sender<P> {
         SEND_REQUESTS - self.free_len
     }
 
+    /// Requests that the NIC has not finished.
+    pub fn in_flight(&self) -> usize {
+        self.requests.iter().filter(|r| r.portions_left > 0).count()
+    }
+
     /// Completions that belonged to no open request.
     pub fn stale(&self) -> u64 {
         self.stale

@@ -406,10 +406,11 @@ fn a_portion_counts_once_and_never_past_the_buffer() {
 fn flushes_do_not_run_out() {
     let mut p = pair(2, 1, 1, 1 << 14);
     let keys = keys();
+    let b = Buffer { address: 64, size: 0, tag: 0, keys: NonNull::from(&*keys) };
     let mut held = Vec::new();
     for _ in 0..FLUSHES {
         // SAFETY: nothing is read: the wire of the tests completes the flush at once.
-        held.push(unsafe { p.receiver.iflush(&[(64, NonNull::from(&*keys))]) }.expect("no fault").expect("a flush"));
+        held.push(unsafe { p.receiver.iflush(&[b]) }.expect("no fault").expect("a flush"));
     }
     for index in held {
         assert!(p.receiver.test_flush(index).expect("no fault"));

@@ -1,0 +1,66 @@
+//! The border that no panic crosses: a defect in the plugin ends a collective with an error, never the training job.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use crate::net::{Code, NetError};
+
+use super::types::ncclResult_t;
+
+impl From<Code> for ncclResult_t {
+    fn from(code: Code) -> Self {
+        match code {
+            Code::System => Self::ncclSystemError,
+            Code::Internal => Self::ncclInternalError,
+            Code::InvalidArgument => Self::ncclInvalidArgument,
+            Code::InvalidUsage => Self::ncclInvalidUsage,
+            Code::Remote => Self::ncclRemoteError,
+        }
+    }
+}
+
+/// Runs the body of an entry.
+#[inline]
+pub(super) fn call(entry: &'static str, body: impl FnOnce() -> Result<(), NetError>) -> ncclResult_t {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => ncclResult_t::ncclSuccess,
+        // The room that first decided the error has said so.
+        Ok(Err(e)) => e.code.into(),
+        Err(panic) => panicked(entry, &*panic),
+    }
+}
+
+#[cold]
+fn panicked(entry: &str, panic: &(dyn std::any::Any + Send)) -> ncclResult_t {
+    let what = panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no text");
+    // The logger is foreign code; should even this fail, the result stays.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        tracing::error!(target: "init", "defect in the plugin: {entry} panicked ({what}); please report this line");
+    }));
+    ncclResult_t::ncclInternalError
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_becomes_an_internal_error() {
+        let result = call("test", || panic!("on purpose"));
+        assert_eq!(result, ncclResult_t::ncclInternalError);
+    }
+
+    #[test]
+    fn errors_map_to_their_codes_and_never_to_in_progress() {
+        for (code, result) in [
+            (Code::System, ncclResult_t::ncclSystemError),
+            (Code::Remote, ncclResult_t::ncclRemoteError),
+            (Code::InvalidUsage, ncclResult_t::ncclInvalidUsage),
+        ] {
+            assert_eq!(call("test", || Err(NetError::new(code, "x"))), result);
+        }
+    }
+}

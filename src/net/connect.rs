@@ -1,0 +1,341 @@
+//! The connecting side's set-up: dial, offer, take QPs to RTS with the answer, say ready. A send comm comes out.
+
+use std::cell::UnsafeCell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+use crate::memory::Pages;
+use crate::rendezvous::{Channel, Connector, Handle, Watcher};
+use crate::transfer::credit::{CreditRing, Stride};
+use crate::transfer::{MAX_RAILS, QpSet, SEND_REQUESTS, Sender, SenderParts};
+use crate::verbs::{Access, Mr};
+
+use super::alert::Alert;
+use super::comm::{Base, Comm, SendComm};
+use super::device::{Device, Port};
+use super::endpoint::{Draft, Role};
+use super::hello::{Hello, HelloRail, Who, kind};
+use super::{Code, NetError, control};
+
+/// A connect that NCCL polls.
+#[derive(Debug)]
+pub(super) struct Connecting {
+    id: u64,
+    deadline: Instant,
+    stage: Stage,
+}
+
+/// What the connecting side holds while it waits.
+#[derive(Debug)]
+struct Side {
+    draft: Draft,
+    ring: (Vec<Mr>, Pages),
+    device: String,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Dialing(Connector, Side),
+    Offered(Channel, Side),
+    Raising(Channel, Side, Box<Hello>),
+}
+
+/// The outcome of a step.
+pub(super) enum Step {
+    Again(Connecting),
+    Done(Box<Comm>),
+}
+
+/// This process, for the peer's messages.
+pub(super) fn ourselves() -> Who {
+    let mut name = [0u8; 256];
+    // SAFETY: room for a name and its size.
+    let rc = unsafe { libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1) };
+    let host = if rc == 0 {
+        let end = name.iter().position(|&b| b == 0).unwrap_or(0);
+        String::from_utf8_lossy(&name[..end]).into_owned()
+    } else {
+        "unknown host".to_owned()
+    };
+    Who { version: env!("CARGO_PKG_VERSION").to_owned(), host, pid: std::process::id() }
+}
+
+/// What is said of a set-up that ran out of time.
+pub(super) fn too_late(what: &str, peer: &str, limit: Duration) -> NetError {
+    NetError::new(
+        Code::Remote,
+        format!(
+            "connection set-up with {peer} did not finish in {} s (waiting {what}): is the peer's process alive and its log free of \
+             errors? NCCL_NET_RDMA_CONNECT_TIMEOUT sets the limit",
+            limit.as_secs()
+        ),
+    )
+}
+
+impl Connecting {
+    pub(super) fn start(device: &Device, handle: &Handle, config: &Config, now: Instant) -> Result<Self, NetError> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if device.rails.is_empty() {
+            return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
+        }
+        let deadline = now + config.connect_timeout;
+        let connector = Connector::new(handle, None, deadline);
+        // The ring for as many rails as the two sides can agree on, on each of them.
+        let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
+            .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;
+        let mut mrs = Vec::with_capacity(device.rails.len());
+        for rail in &device.rails {
+            mrs.push(register_own(rail, &pages, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
+        }
+        let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, config)?;
+        let side = Side { draft, ring: (mrs, pages), device: device.name.to_string_lossy().into_owned() };
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        Ok(Self { id, deadline, stage: Stage::Dialing(connector, side) })
+    }
+
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// NCCL has stopped polling it.
+    pub(super) fn abandoned(&self, now: Instant) -> bool {
+        now > self.deadline + Duration::from_secs(60)
+    }
+
+    /// Goes as far as it can now.
+    pub(super) fn step(self, config: &Config, now: Instant) -> Result<Step, NetError> {
+        let (id, deadline) = (self.id, self.deadline);
+        let mut stage = self.stage;
+        let limit = config.connect_timeout;
+        loop {
+            let again = |stage| Ok(Step::Again(Self { id, deadline, stage }));
+            stage = match stage {
+                Stage::Dialing(mut connector, side) => match connector.poll(now) {
+                    Poll::Pending => return again(Stage::Dialing(connector, side)),
+                    Poll::Ready(Err(e)) => return Err(NetError::new(Code::Remote, e.to_string())),
+                    Poll::Ready(Ok(mut channel)) => {
+                        let rkeys: Vec<u32> = side.ring.0.iter().map(Mr::rkey).collect();
+                        let offer = Hello {
+                            who: ourselves(),
+                            ring_address: side.ring.1.address(),
+                            rails: side.draft.describe(&rkeys),
+                            pairs: Vec::new(),
+                        };
+                        channel.send(kind::OFFER, &offer.encode()).map_err(|e| lost(&channel, &e.to_string()))?;
+                        Stage::Offered(channel, side)
+                    }
+                },
+                Stage::Offered(mut channel, side) => match receive(&mut channel)? {
+                    None if now > deadline => {
+                        return Err(too_late("for its answer", &channel.peer().to_string(), limit));
+                    }
+                    None => return again(Stage::Offered(channel, side)),
+                    Some((kind::ANSWER, body)) => {
+                        let answer = Hello::decode(&body).map_err(|e| refuse(&mut channel, e.to_string()))?;
+                        let side = agree(side, &answer).map_err(|e| refuse(&mut channel, e))?;
+                        Stage::Raising(channel, side, Box::new(answer))
+                    }
+                    Some((kind, _)) => return Err(refuse(&mut channel, format!("unexpected message {kind}"))),
+                },
+                Stage::Raising(mut channel, mut side, answer) => {
+                    if let Some((kind, _)) = receive(&mut channel)? {
+                        return Err(refuse(&mut channel, format!("unexpected message {kind}")));
+                    }
+                    match side.draft.raise(&answer.rails, 0, |_| 0, config, now) {
+                        Poll::Pending if now > deadline => {
+                            return Err(refuse_with(
+                                &mut channel,
+                                too_late("for the NIC to resolve the peer's address", &answer.who.to_string(), limit),
+                            ));
+                        }
+                        Poll::Pending => return again(Stage::Raising(channel, side, answer)),
+                        Poll::Ready(Err(e)) => return Err(refuse_with(&mut channel, e)),
+                        Poll::Ready(Ok(())) => {
+                            channel.send(kind::READY, &[]).map_err(|e| lost(&channel, &e.to_string()))?;
+                            return finish(channel, side, &answer, config).map(Step::Done);
+                        }
+                    }
+                }
+            };
+        }
+    }
+}
+
+/// Memory of our own for a rail's device.
+pub(super) fn register_own(port: &Port, pages: &Pages, access: Access) -> Result<Mr, NetError> {
+    // SAFETY: the comm drops the region before the pages.
+    unsafe { Mr::register(port.registrar.pd(), pages.address(), pages.len(), access) }
+        .map_err(|e| NetError::new(Code::System, e.to_string()))
+}
+
+/// A message, or the failure that the peer or the socket reports.
+pub(super) fn receive(channel: &mut Channel) -> Result<Option<(u8, Vec<u8>)>, NetError> {
+    match channel.recv() {
+        Poll::Pending => Ok(None),
+        Poll::Ready(Ok(frame)) if frame.kind == kind::FAILED => Err(NetError::new(
+            Code::Remote,
+            format!("the peer at {} gave up the connection set-up: {}", channel.peer(), String::from_utf8_lossy(&frame.body)),
+        )),
+        Poll::Ready(Ok(frame)) => Ok(Some((frame.kind, frame.body))),
+        Poll::Ready(Err(e)) => Err(lost(channel, &e.to_string())),
+    }
+}
+
+pub(super) fn lost(channel: &Channel, why: &str) -> NetError {
+    NetError::new(
+        Code::Remote,
+        format!("the connection set-up with {} broke off: {why}; its process may have ended, see its log", channel.peer()),
+    )
+}
+
+/// Tells the peer why, so that both logs name one cause.
+pub(super) fn refuse(channel: &mut Channel, why: String) -> NetError {
+    let text = format!("{why}; in the connection set-up with {}", channel.peer());
+    refuse_with(channel, NetError::new(Code::Remote, text))
+}
+
+pub(super) fn refuse_with(channel: &mut Channel, error: NetError) -> NetError {
+    // The peer may be gone; our own line says what is needed.
+    let _ = channel.send(kind::FAILED, error.text.as_bytes());
+    error
+}
+
+/// Checks the answer against what was offered, and keeps the rails and QPs that both agreed on.
+fn agree(mut side: Side, answer: &Hello) -> Result<Side, String> {
+    if answer.pairs.is_empty() || answer.pairs.len() != answer.rails.len() {
+        return Err("the answer pairs no rails".to_owned());
+    }
+    let own: Vec<usize> = answer.pairs.iter().map(|&(a, _)| usize::from(a)).collect();
+    let mut sorted = own.clone();
+    sorted.sort_unstable();
+    sorted.dedup();
+    if sorted.len() != own.len() || sorted.last().is_some_and(|&i| i >= side.ring.0.len()) {
+        return Err("the answer pairs rails that were not offered".to_owned());
+    }
+    let qps = answer.rails[0].qps.len();
+    if qps == 0 || answer.rails.iter().any(|r| r.qps.len() != qps) {
+        return Err("the answer's rails differ in their QPs".to_owned());
+    }
+    side.draft.keep(&own, qps);
+    // The ring's keys follow the rails; those of rails that stay unused are given up.
+    let mut keys: Vec<Option<Mr>> = side.ring.0.drain(..).map(Some).collect();
+    side.ring.0 = own.iter().filter_map(|&i| keys[i].take()).collect();
+    Ok(side)
+}
+
+/// Speeds of the pairs: a rail is as fast as its slower end.
+fn speeds(ports: &[Arc<Port>], peer: &[HelloRail]) -> [u32; MAX_RAILS] {
+    let mut speed = [1; MAX_RAILS];
+    for (place, (own, far)) in speed.iter_mut().zip(ports.iter().zip(peer)) {
+        *place = own.speed.min(far.speed).max(1);
+    }
+    speed
+}
+
+/// What both directions say once when a connection stands.
+pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>], peer: &Hello, routes: &[String]) {
+    for (port, far) in ports.iter().zip(&peer.rails) {
+        let (own, theirs) = (port.attr.active_mtu, u32::from(far.mtu));
+        if own != theirs {
+            tracing::warn!(
+                target: "init",
+                "{}:{} has MTU {} and {}:{} of peer {} has {}: the connection uses the smaller",
+                port.name,
+                port.num,
+                crate::topology::port::mtu_bytes(own),
+                far.device,
+                far.port,
+                peer.who,
+                crate::topology::port::mtu_bytes(theirs),
+            );
+        }
+    }
+    if tracing::enabled!(target: "init", tracing::Level::INFO) {
+        let lanes = qps.lanes();
+        let mtu = ports
+            .iter()
+            .zip(&peer.rails)
+            .map(|(p, f)| crate::topology::port::mtu_bytes(p.attr.active_mtu.min(u32::from(f.mtu))).to_string())
+            .collect::<Vec<_>>()
+            .join("/");
+        tracing::info!(
+            target: "init",
+            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, data path host memory; {}",
+            peer.who,
+            lanes.rails,
+            lanes.qps,
+            routes.join("; "),
+        );
+    }
+}
+
+fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Result<Box<Comm>, NetError> {
+    let Side { draft, ring, device } = side;
+    let ports = draft.ports();
+    let routes = draft.routes(&answer.rails);
+    let qps = Arc::new(draft.finish(|_| None)?);
+    let alert = Arc::new(Alert::default());
+    announce("sending", &device, &qps, &ports, answer, &routes);
+    let max_msg = ports
+        .iter()
+        .zip(&answer.rails)
+        .map(|(p, f)| p.attr.max_msg_sz.min(f.max_msg_sz))
+        .min()
+        .map_or(1 << 30, |m| if m == 0 { 1 << 30 } else { u64::from(m) });
+    // SAFETY: the pages are mapped, page aligned, large enough for the rails agreed on (no more than offered), and dropped
+    // after the sender.
+    let credits = unsafe { CreditRing::new(ring.1.base(), Stride::for_rails(ports.len())) };
+    let sender = Sender::new(SenderParts {
+        post: Arc::clone(&qps),
+        credits,
+        lanes: qps.lanes(),
+        speed: speeds(&ports, &answer.rails),
+        split_threshold: config.split_threshold,
+        spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
+        max_portion: max_msg.min(1 << 31),
+        sq_depth: SEND_REQUESTS as u32,
+    });
+    let base = base("send", channel, alert, qps, ports, routes, answer.who.clone(), config)?;
+    Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
+}
+
+/// What both directions need beside their data path.
+#[expect(clippy::too_many_arguments, reason = "the parts of one struct, each from another place")]
+pub(super) fn base(
+    what: &'static str,
+    channel: Channel,
+    alert: Arc<Alert>,
+    qps: Arc<QpSet>,
+    ports: Vec<Arc<Port>>,
+    routes: Vec<String>,
+    peer: Who,
+    config: &Config,
+) -> Result<Base, NetError> {
+    // One port may serve several rails of the set, and each rail has its own QPs: every number is told to every port's
+    // device, where the others are never heard of.
+    for port in &ports {
+        port.events.remember(port.num, qps.qp_nums(), &alert);
+    }
+    let control = Watcher::get()
+        .and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer))))
+        .map_err(|e| NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}")))?;
+    let nic_patience = match config.ib_timeout {
+        0 => f64::INFINITY,
+        t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),
+    };
+    Ok(Base {
+        control,
+        alert,
+        qps,
+        ports,
+        routes,
+        peer,
+        what,
+        nic_patience,
+        graveyard: Mutex::new(Vec::new()),
+        fenced: AtomicBool::new(false),
+    })
+}

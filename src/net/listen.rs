@@ -1,0 +1,275 @@
+//! The accepting side: a listener, and for each peer that proved itself the set-up of a recv comm.
+
+use std::cell::UnsafeCell;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Instant;
+
+use crate::config::Config;
+use crate::memory::Pages;
+use crate::rendezvous::{Channel, HANDLE_BYTES, Listener};
+use crate::topology::{ifaces, rails};
+use crate::transfer::credit::{CreditRing, Stride};
+use crate::transfer::{QpSet, Receiver, ReceiverParts};
+use crate::verbs::Access;
+
+use super::alert::Alert;
+use super::comm::{Comm, RecvComm};
+use super::connect::{announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late};
+use super::device::{Device, Port};
+use super::endpoint::{Draft, Role};
+use super::hello::{Hello, kind};
+use super::{Code, NetError};
+
+type Rx = Receiver<Arc<QpSet>>;
+
+/// A listener, and the peers whose set-up is under way.
+#[derive(Debug)]
+pub struct Accepting {
+    listener: Listener,
+    rails: Vec<Arc<Port>>,
+    device: String,
+    peers: Vec<Pending>,
+    /// Peers with a version of ours that does not fit, already told of.
+    told: u64,
+}
+
+#[derive(Debug)]
+struct Pending {
+    channel: Channel,
+    since: Instant,
+    stage: Stage,
+}
+
+#[derive(Debug)]
+enum Stage {
+    /// Waiting for the offer.
+    Greeted,
+    /// Taking QPs to RTS.
+    Raising(Draft, Box<Hello>, Vec<(u8, u8)>),
+    /// Answered, waiting for the peer's word that it can receive.
+    Answered(Draft, Box<Hello>),
+}
+
+enum Step {
+    Again(Pending),
+    Done(Box<Comm>),
+}
+
+impl Accepting {
+    pub(super) fn listen(device: &Device, config: &Config) -> Result<(Box<Self>, [u8; HANDLE_BYTES]), NetError> {
+        if device.rails.is_empty() {
+            return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
+        }
+        let choice = ifaces::choose(&ifaces::list(), config)
+            .map_err(|e| NetError::new(Code::System, format!("no interface for connection set-up: {e}")))?;
+        let address = SocketAddr::new(choice.addr, 0);
+        let (listener, handle) = Listener::bind(address, config.port_range.clone())
+            .map_err(|e| NetError::new(Code::System, format!("{e}; on interface {}", choice.name)))?;
+        let accepting = Self {
+            listener,
+            rails: device.rails.clone(),
+            device: device.name.to_string_lossy().into_owned(),
+            peers: Vec::new(),
+            told: 0,
+        };
+        Ok((Box::new(accepting), handle.encode()))
+    }
+
+    /// Goes as far as it can now.
+    pub(super) fn step(&mut self, config: &Config, now: Instant) -> Result<Option<Box<Comm>>, NetError> {
+        while let Poll::Ready(accepted) = self.listener.poll(now) {
+            match accepted {
+                Ok(channel) => self.peers.push(Pending { channel, since: now, stage: Stage::Greeted }),
+                Err(e) => return Err(NetError::new(Code::System, e.to_string())),
+            }
+        }
+        self.tell_of_strangers();
+        let mut i = 0;
+        while i < self.peers.len() {
+            match self.peers.swap_remove(i).step(&self.rails, &self.device, config, now)? {
+                Step::Done(comm) => return Ok(Some(comm)),
+                Step::Again(pending) => {
+                    self.peers.push(pending);
+                    let last = self.peers.len() - 1;
+                    self.peers.swap(i, last);
+                    i += 1;
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// A peer with another version of this plugin would look like a hang.
+    fn tell_of_strangers(&mut self) {
+        let rejected = self.listener.rejected();
+        if rejected.version > self.told {
+            self.told = rejected.version;
+            tracing::warn!(target: "init", "{}", rejected.version_text());
+        }
+    }
+}
+
+impl Pending {
+    fn step(mut self, rails: &[Arc<Port>], device: &str, config: &Config, now: Instant) -> Result<Step, NetError> {
+        let late = now.saturating_duration_since(self.since) > config.connect_timeout;
+        let give_up = |channel: &mut Channel, what: &str| {
+            let peer = channel.peer().to_string();
+            refuse_with(channel, too_late(what, &peer, config.connect_timeout))
+        };
+        loop {
+            self.stage = match self.stage {
+                Stage::Greeted => match receive(&mut self.channel)? {
+                    None if late => return Err(give_up(&mut self.channel, "for its offer")),
+                    None => return Ok(Step::Again(Self { stage: Stage::Greeted, ..self })),
+                    Some((kind::OFFER, body)) => {
+                        let offer = Hello::decode(&body).map_err(|e| refuse(&mut self.channel, e.to_string()))?;
+                        let (draft, offer, pairs) =
+                            agree(rails, offer, config).map_err(|e| refuse_with(&mut self.channel, e))?;
+                        Stage::Raising(draft, Box::new(offer), pairs)
+                    }
+                    Some((kind, _)) => return Err(refuse(&mut self.channel, format!("unexpected message {kind}"))),
+                },
+                Stage::Raising(mut draft, offer, pairs) => {
+                    match draft.raise(&offer.rails, Rx::RQ_DEPTH, Rx::recv_wr_id, config, now) {
+                        Poll::Pending if late => {
+                            return Err(give_up(&mut self.channel, "for the NIC to resolve the peer's address"));
+                        }
+                        Poll::Pending => return Ok(Step::Again(Self { stage: Stage::Raising(draft, offer, pairs), ..self })),
+                        Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
+                        Poll::Ready(Ok(())) => {
+                            let answer =
+                                Hello { who: ourselves(), ring_address: 0, rails: draft.describe(&[]), pairs };
+                            self.channel
+                                .send(kind::ANSWER, &answer.encode())
+                                .map_err(|e| lost(&self.channel, &e.to_string()))?;
+                            Stage::Answered(draft, offer)
+                        }
+                    }
+                }
+                Stage::Answered(draft, offer) => match receive(&mut self.channel)? {
+                    None if late => return Err(give_up(&mut self.channel, "for its QPs")),
+                    None => return Ok(Step::Again(Self { stage: Stage::Answered(draft, offer), ..self })),
+                    Some((kind::READY, _)) => return finish(self.channel, draft, &offer, device, config).map(Step::Done),
+                    Some((kind, _)) => return Err(refuse(&mut self.channel, format!("unexpected message {kind}"))),
+                },
+            };
+        }
+    }
+}
+
+/// Pairs the rails of both ends and makes this side's QPs; in the offer only what was agreed stays, in the agreed order.
+fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draft, Hello, Vec<(u8, u8)>), NetError> {
+    let mismatch = |text: String| NetError::new(Code::Remote, format!("{text}; peer {}", offer.who));
+    let own: Vec<rails::RailAddr> = rails
+        .iter()
+        .map(|p| {
+            p.gid(config).map(|g| rails::RailAddr { link_layer: p.link_layer(), gid: g.gid, lid: p.attr.lid })
+        })
+        .collect::<Result<_, _>>()?;
+    let far: Vec<rails::RailAddr> = offer
+        .rails
+        .iter()
+        .map(|r| rails::RailAddr {
+            link_layer: crate::topology::port::LinkLayer::from_code(r.link_layer),
+            gid: crate::topology::gid::Gid(r.gid),
+            lid: r.lid,
+        })
+        .collect();
+    let pairs = rails::pair(&far, &own);
+    if pairs.is_empty() {
+        return Err(mismatch("the two ends have no rails in common".to_owned()));
+    }
+    for &(theirs, ours) in &pairs {
+        let (near, remote) = (&rails[ours], &offer.rails[theirs]);
+        if near.attr.link_layer != remote.link_layer {
+            return Err(mismatch(format!(
+                "{near:?} is {} and {}:{} of the peer is {}: they can't talk; choose devices with NCCL_IB_HCA",
+                near.link_layer(),
+                remote.device,
+                remote.port,
+                crate::topology::port::LinkLayer::from_code(remote.link_layer),
+            )));
+        }
+        // The top bit is membership, not part of the key.
+        if near.pkey & 0x7fff != remote.pkey & 0x7fff {
+            return Err(mismatch(format!(
+                "{near:?} uses P_Key {:#06x} and {}:{} of the peer {:#06x}: set NCCL_IB_PKEY to the index of a common key on each \
+                 host",
+                near.pkey, remote.device, remote.port, remote.pkey
+            )));
+        }
+    }
+    let qps = pairs
+        .iter()
+        .map(|&(theirs, _)| offer.rails[theirs].qps.len())
+        .chain([config.ib_qps_per_connection])
+        .min()
+        .unwrap_or(0);
+    if qps == 0 {
+        return Err(mismatch("the offer has no QPs".to_owned()));
+    }
+    let ports: Vec<Arc<Port>> = pairs.iter().map(|&(_, ours)| Arc::clone(&rails[ours])).collect();
+    let draft = Draft::create(Role::Recv, &ports, qps, Rx::RQ_DEPTH, config)?;
+    let mut all: Vec<_> = offer.rails.drain(..).map(Some).collect();
+    offer.rails = pairs.iter().filter_map(|&(theirs, _)| all[theirs].take()).collect();
+    for rail in &mut offer.rails {
+        rail.qps.truncate(qps);
+    }
+    let pairs = pairs.iter().map(|&(theirs, ours)| (theirs as u8, ours as u8)).collect();
+    Ok((draft, offer, pairs))
+}
+
+fn finish(
+    channel: Channel,
+    draft: Draft,
+    offer: &Hello,
+    device: &str,
+    config: &Config,
+) -> Result<Box<Comm>, NetError> {
+    let ports = draft.ports();
+    let routes = draft.routes(&offer.rails);
+    let stride = Stride::for_rails(ports.len());
+    let pages = |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
+    let shadow = pages(stride.ring_bytes())?;
+    let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
+    let can_flush = config.force_flush;
+    let mut loopbacks = Vec::new();
+    let mut landing = None;
+    if can_flush {
+        let page = pages(64)?;
+        let mut mrs = Vec::with_capacity(ports.len());
+        for (rail, port) in ports.iter().enumerate() {
+            let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
+            loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
+            mrs.push(mr);
+        }
+        landing = Some((mrs, page));
+    }
+    let max_inline = draft.max_inline();
+    let qps = draft.finish(|rail| loopbacks.get_mut(rail).and_then(Option::take))?;
+    let qps = Arc::new(qps);
+    let alert = Arc::new(Alert::default());
+    announce("receiving", device, &qps, &ports, offer, &routes);
+    // SAFETY: the pages are mapped, page aligned, and dropped after the receiver.
+    let ring = unsafe { CreditRing::new(shadow.base(), stride) };
+    let receiver = Receiver::new(ReceiverParts {
+        post: Arc::clone(&qps),
+        shadow: ring,
+        shadow_lkey: shadow_mr.lkey(),
+        ring_address: offer.ring_address,
+        ring_rkey: offer.rails[0].ring_rkey,
+        lanes: qps.lanes(),
+        max_inline,
+        can_flush,
+    });
+    let base = base("receive", channel, alert, qps, ports, routes, offer.who.clone(), config)?;
+    Ok(Box::new(Comm::Recv(RecvComm {
+        hot: UnsafeCell::new(receiver),
+        base,
+        _shadow: (shadow_mr, shadow),
+        _landing: landing,
+    })))
+}
+

@@ -1,0 +1,214 @@
+//! The engine: devices, listeners, connections. It knows nothing of NCCL's C structs.
+//!
+//! [`Engine`] is the process's one instance; [`Accepting`] a listener, [`Comm`] a connection. Nothing here waits: connect and
+//! accept are polled, and a `None` means "call again".
+
+mod alert;
+mod comm;
+mod connect;
+mod control;
+mod device;
+mod endpoint;
+mod events;
+mod hello;
+mod listen;
+
+use std::ffi::{CStr, c_int};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Instant;
+
+use dashmap::DashMap;
+
+use crate::abi::types::ncclDebugLogger_t;
+use crate::config::Config;
+use crate::observe;
+use crate::rendezvous::Handle;
+
+use connect::Connecting;
+
+pub use crate::rendezvous::HANDLE_BYTES;
+pub use comm::{Buffers, Comm, MrHandle, Request, Tested};
+pub use device::{Device, LeftOut, discover};
+pub use listen::Accepting;
+
+/// What NCCL_NET selects; no other plugin's name, so that a silent fallback shows.
+pub const NAME: &CStr = c"RDMA";
+
+/// Kinds of failure, as NCCL tells them apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Code {
+    /// The operating system, libibverbs or the device.
+    System,
+    /// A defect of this plugin.
+    Internal,
+    InvalidArgument,
+    InvalidUsage,
+    /// The peer or the way to it.
+    Remote,
+}
+
+/// A failure; whoever made it has printed it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{text}")]
+pub struct NetError {
+    pub code: Code,
+    pub text: String,
+}
+
+impl NetError {
+    pub fn new(code: Code, text: impl Into<String>) -> Self {
+        Self { code, text: text.into() }
+    }
+
+    /// NCCL called in a way that its contract excludes: printed here.
+    #[cold]
+    pub fn misuse(text: &str) -> Self {
+        tracing::warn!(target: "init", "called in a way that NCCL's plugin interface does not allow: {text}");
+        Self::new(Code::InvalidArgument, text)
+    }
+
+    /// Prints the line that a person acts on.
+    fn printed(self) -> Self {
+        tracing::warn!(target: "init", "{}", self.text);
+        self
+    }
+}
+
+/// The process's one engine.
+#[derive(Debug)]
+pub struct Engine {
+    config: Config,
+    devices: Vec<Device>,
+    /// Connects under way, by the number in NCCL's copy of the handle.
+    connecting: DashMap<u64, Connecting>,
+}
+
+/// Never taken down: NCCL unloads plugins without a call, and the library stays mapped.
+static ENGINE: RwLock<Option<Arc<Engine>>> = RwLock::new(None);
+/// Communicators of one process may start at once.
+static INIT: Mutex<()> = Mutex::new(());
+
+impl Engine {
+    /// Starts the engine, or, when it runs already, only takes the new logger. Without devices it succeeds: NCCL asks for
+    /// their number next and goes on to another transport.
+    pub fn init(logger: ncclDebugLogger_t) -> Result<(), NetError> {
+        let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
+        let nccl_debug = std::env::var("NCCL_DEBUG").ok();
+        observe::install(logger, nccl_debug.as_deref());
+        if let Ok(engine) = Self::get()
+            && !engine.devices.is_empty()
+        {
+            return Ok(());
+        }
+        let (config, warnings) = Config::from_process();
+        tracing::info!(
+            target: "init",
+            "nccl-net-rdma {} (commit {}), plugin ABI v8",
+            env!("CARGO_PKG_VERSION"),
+            option_env!("NCCL_NET_RDMA_COMMIT").unwrap_or("unknown")
+        );
+        for warning in &warnings {
+            tracing::warn!(target: "env", "{warning}");
+        }
+        if config.ib_disable {
+            tracing::info!(target: "init", "NCCL_IB_DISABLE is set: no devices");
+            return Err(NetError::new(Code::Internal, "NCCL_IB_DISABLE is set"));
+        }
+        let found = discover(&config);
+        for line in &found.warnings {
+            tracing::warn!(target: "init", "{line}");
+        }
+        for left in &found.left_out {
+            tracing::info!(target: "init", "left out {left}");
+        }
+        for (i, device) in found.devices.iter().enumerate() {
+            tracing::info!(target: "init", "device {i}: {device}");
+        }
+        if found.devices.is_empty() {
+            let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();
+            let why = if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join("; ")) };
+            tracing::warn!(target: "init", "no RDMA device can be used{why}; NCCL goes on to its next transport");
+        }
+        let mut devices = found.devices;
+        if config.strict && devices.is_empty() {
+            // 0 devices or an error from here would only make NCCL fall back; a device that can't listen stops the job.
+            tracing::warn!(target: "init", "NCCL_NET_RDMA_STRICT is set: the job stops instead of falling back");
+            devices.push(Device::unusable());
+        }
+        let engine = Self { config, devices, connecting: DashMap::with_shard_amount(4) };
+        *ENGINE.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(engine));
+        Ok(())
+    }
+
+    /// The running engine.
+    pub fn get() -> Result<Arc<Self>, NetError> {
+        ENGINE
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
+            .ok_or_else(|| NetError::new(Code::InvalidUsage, "called before init"))
+    }
+
+    /// What NCCL is told of; the same for the life of the process.
+    pub fn devices(&self) -> &[Device] {
+        &self.devices
+    }
+
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// A device by NCCL's index.
+    pub fn device(&self, dev: c_int) -> Result<&Device, NetError> {
+        usize::try_from(dev).ok().and_then(|i| self.devices.get(i)).ok_or_else(|| {
+            NetError::misuse(&format!("device {dev}; there are {}", self.devices.len()))
+        })
+    }
+
+    /// Listens for one or more peers; the handle goes to them by NCCL's own ways.
+    pub fn listen(&self, dev: c_int) -> Result<(Box<Accepting>, [u8; HANDLE_BYTES]), NetError> {
+        let device = self.device(dev)?;
+        Accepting::listen(device, &self.config).map_err(NetError::printed)
+    }
+
+    /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls.
+    pub fn connect(&self, dev: c_int, handle: &mut [u8; HANDLE_BYTES]) -> Result<Option<Box<Comm>>, NetError> {
+        let now = Instant::now();
+        let id = match Handle::connector_id(handle) {
+            Some(id) if self.connecting.contains_key(&id) => id,
+            _ => {
+                let device = self.device(dev)?;
+                let parsed = Handle::decode(handle)
+                    .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
+                let connecting =
+                    Connecting::start(device, &parsed, &self.config, now).map_err(NetError::printed)?;
+                self.reap(now);
+                let id = connecting.id();
+                Handle::set_connector_id(handle, id);
+                self.connecting.insert(id, connecting);
+                id
+            }
+        };
+        let Some((_, connecting)) = self.connecting.remove(&id) else {
+            return Err(NetError::new(Code::Internal, "a connect was called from two threads at once").printed());
+        };
+        match connecting.step(&self.config, now) {
+            Ok(connect::Step::Again(connecting)) => {
+                self.connecting.insert(id, connecting);
+                Ok(None)
+            }
+            Ok(connect::Step::Done(comm)) => Ok(Some(comm)),
+            Err(e) => Err(e.printed()),
+        }
+    }
+
+    /// NCCL drops connects without a word when it aborts: those long past their time go with the next one.
+    fn reap(&self, now: Instant) {
+        self.connecting.retain(|_, c| !c.abandoned(now));
+    }
+
+    /// Takes one step of an accept.
+    pub fn accept(&self, listener: &mut Accepting) -> Result<Option<Box<Comm>>, NetError> {
+        listener.step(&self.config, Instant::now()).map_err(NetError::printed)
+    }
+}
