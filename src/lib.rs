@@ -5,8 +5,10 @@
 //! [`observe`].
 
 pub mod abi;
+pub mod config;
 pub mod memory;
-pub mod net;
+//pub mod net;
 pub mod observe;
+pub mod topology;
 pub mod transfer;
 pub mod verbs;

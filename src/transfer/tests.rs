@@ -315,7 +315,7 @@ fn a_send_waits_for_its_tag() {
     unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
     let data = [1u8; 8];
     // SAFETY: as above.
-    let mut send = |p: &mut Pair, tag| unsafe { p.sender.isend(data.as_ptr() as u64, 8, tag, k) }.expect("no fault");
+    let send = |p: &mut Pair, tag| unsafe { p.sender.isend(data.as_ptr() as u64, 8, tag, k) }.expect("no fault");
     assert_eq!(send(&mut p, 5), None, "no credit yet");
     let mut rng = Rng(3);
     while p.net.borrow_mut().step(&mut rng) {}

@@ -1,0 +1,309 @@
+//! Every setting, declared once: name, default, range, meaning. Read once, at init; never on the data path.
+//!
+//! The names are NCCL's own where it has one, with its meaning; integers follow strtoll with base 0 (`0x10`, `010`). What
+//! NCCL takes in silence (values out of range, trailing junk, unknown words) yields a [`Warning`] here that says what is
+//! used instead.
+
+mod parse;
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ipnet::IpNet;
+
+use parse::Value;
+
+/// Something a person probably meant otherwise.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Warning(pub String);
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Address family of GIDs or sockets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AddrFamily {
+    V4,
+    V6,
+}
+
+/// RoCE version of a GID.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RoceVersion {
+    V1,
+    V2,
+}
+
+/// Where a value in force came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    Default,
+    Environment,
+    /// Set, but out of range: the nearest value, or the default, is in force.
+    Corrected,
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Default => "default",
+            Self::Environment => "environment",
+            Self::Corrected => "corrected",
+        })
+    }
+}
+
+/// One setting as it is in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    pub name: &'static str,
+    /// As it would be written in the environment; empty where unset.
+    pub value: String,
+    pub origin: Origin,
+    pub meaning: &'static str,
+}
+
+macro_rules! settings {
+    ($($field:ident: $type:ty = $default:expr, $name:literal, $spec:expr, $meaning:literal;)*) => {
+        /// The settings in force.
+        #[derive(Debug, Clone)]
+        pub struct Config {
+            $(#[doc = concat!("`", $name, "`: ", $meaning)] pub $field: $type,)*
+            origins: Vec<(&'static str, Origin)>,
+        }
+
+        /// Names of all settings.
+        pub const NAMES: &[&str] = &[$($name),*];
+
+        impl Config {
+            /// Reads the settings from `lookup`; `names` are the names of everything that is set, so that what is not
+            /// honoured can be told.
+            pub fn load(
+                lookup: &dyn Fn(&str) -> Option<String>,
+                names: impl Iterator<Item = String>,
+            ) -> (Self, Vec<Warning>) {
+                let mut warnings = Vec::new();
+                let mut origins = Vec::new();
+                $(let $field: $type = {
+                    let spec = $spec;
+                    match lookup($name).filter(|text| !text.is_empty()) {
+                        None => {
+                            origins.push(($name, Origin::Default));
+                            $default
+                        }
+                        Some(text) => match <$type as Value>::parse(&text, &spec) {
+                            Ok((value, None)) => {
+                                origins.push(($name, Origin::Environment));
+                                value
+                            }
+                            Ok((value, Some(what))) => {
+                                warnings.push(Warning(format!("{}={text}: {what}; {} is used", $name, value.show())));
+                                origins.push(($name, Origin::Corrected));
+                                value
+                            }
+                            Err(what) => {
+                                let default: $type = $default;
+                                let shown = default.show();
+                                let shown = if shown.is_empty() { "the default".to_owned() } else { format!("the default {shown}") };
+                                warnings.push(Warning(format!("{}={text}: {what}; {shown} is used", $name)));
+                                origins.push(($name, Origin::Corrected));
+                                default
+                            }
+                        },
+                    }
+                };)*
+                not_honoured(names, &mut warnings);
+                (Self { $($field,)* origins }, warnings)
+            }
+
+            /// The settings in force, with where each came from and what it means.
+            pub fn describe(&self) -> Vec<Setting> {
+                let origin = |name| self.origins.iter().find(|(n, _)| *n == name).map_or(Origin::Default, |(_, o)| *o);
+                vec![$(Setting { name: $name, value: self.$field.show(), origin: origin($name), meaning: $meaning }),*]
+            }
+        }
+    };
+}
+
+/// What a value may be.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Spec {
+    /// Nothing but what the type says.
+    Any,
+    /// An integer range; outside it the nearest end is used.
+    Range(i64, i64),
+    /// A range in which 0 stands for "for ever" and is told.
+    RangeOrForever(i64, i64),
+}
+use Spec::{Any, Range, RangeOrForever};
+
+settings! {
+    ib_disable: bool = false, "NCCL_IB_DISABLE", Any, "1: report no devices, NCCL goes on to its next transport";
+    ib_hca: Option<String> = None, "NCCL_IB_HCA", Any, "devices to use: [^][=]name[:port[:rail[:plane]]],...; ^ excludes, = is exact, else names are prefixes";
+    ib_gid_index: Option<u8> = None, "NCCL_IB_GID_INDEX", Range(-1, 255), "RoCE: index in the GID table; -1: chosen automatically";
+    ib_roce_version: RoceVersion = RoceVersion::V2, "NCCL_IB_ROCE_VERSION_NUM", Any, "RoCE version of the GID that is chosen automatically: 1 or 2";
+    ib_addr_family: AddrFamily = AddrFamily::V4, "NCCL_IB_ADDR_FAMILY", Any, "address family of the GID that is chosen automatically: AF_INET or AF_INET6";
+    ib_addr_range: Option<IpNet> = None, "NCCL_IB_ADDR_RANGE", Any, "CIDR range that the GID chosen automatically must lie in";
+    ib_timeout: u8 = 20, "NCCL_IB_TIMEOUT", RangeOrForever(1, 31), "wait for an acknowledgement: 4.096 us x 2^n";
+    ib_retry_cnt: u8 = 7, "NCCL_IB_RETRY_CNT", Range(0, 7), "times that the NIC sends again before it gives up";
+    ib_tc: Option<u8> = None, "NCCL_IB_TC", Range(-1, 255), "traffic class of data (RoCE: DSCP in the upper 6 bits); -1: 0";
+    ib_fifo_tc: Option<u8> = None, "NCCL_IB_FIFO_TC", Range(-1, 255), "traffic class of what goes from receiver to sender; -1: as NCCL_IB_TC";
+    ib_sl: Option<u8> = None, "NCCL_IB_SL", Range(-1, 15), "service level; -1: 0";
+    ib_pkey: u16 = 0, "NCCL_IB_PKEY", Range(0, 65535), "index in the P_Key table";
+    ib_qps_per_connection: usize = 1, "NCCL_IB_QPS_PER_CONNECTION", Range(1, 16), "QPs on each rail of a connection";
+    ib_split_data_on_qps: bool = false, "NCCL_IB_SPLIT_DATA_ON_QPS", Any, "1: cut large messages over all QPs of a rail; 0: QPs take turns";
+    ib_pci_relaxed_ordering: u8 = 2, "NCCL_IB_PCI_RELAXED_ORDERING", Range(0, 2), "PCIe relaxed ordering for bulk data: 0 off, 1 and 2 on where libibverbs can";
+    ib_merge_vfs: bool = true, "NCCL_IB_MERGE_VFS", Any, "1: virtual functions of one card look like one NIC to NCCL";
+    ib_mqp_retry_all: bool = false, "NCCL_IB_MQP_RETRY_ALL", Any, "1: try a refused ibv_modify_qp again whatever the error; 0: only on ETIMEDOUT";
+    ib_mqp_retry_cnt: u32 = 34, "NCCL_IB_MQP_RETRY_CNT", Range(0, 1_000_000), "times that a refused ibv_modify_qp is tried again";
+    ib_mqp_retry_sleep_msec: u64 = 100, "NCCL_IB_MQP_RETRY_SLEEP_MSEC", Range(0, 3_600_000), "ms between these tries, times the number of the try";
+    ib_device_pci_order: bool = true, "NCCL_IB_DEVICE_PCI_ORDER", Any, "1: devices in order of PCI address; 0: in the order of libibverbs";
+    ib_return_async_events: bool = true, "NCCL_IB_RETURN_ASYNC_EVENTS", Any, "1: fatal device events end the connections that they concern; 0: they are only logged";
+    ibverbs_lib: Option<PathBuf> = None, "NCCL_IBVERBS_LIB", Any, "libibverbs to load, before the usual names";
+    socket_ifname: Option<String> = None, "NCCL_SOCKET_IFNAME", Any, "interfaces for connection set-up: [^][=]name,... or an IP address";
+    socket_family: Option<AddrFamily> = None, "NCCL_SOCKET_FAMILY", Any, "address family for connection set-up: AF_INET or AF_INET6";
+    comm_id: Option<String> = None, "NCCL_COMM_ID", Any, "address of NCCL's root; a hint which subnet connection set-up should use";
+    rails: Option<String> = None, "NCCL_NET_RDMA_RAILS", Any, "groups of ports that one connection uses together: a+b,c:1+d:1";
+    strict: bool = false, "NCCL_NET_RDMA_STRICT", Any, "1: without a usable device the job stops instead of falling back";
+    port_range: Option<RangeInclusive<u16>> = None, "NCCL_NET_RDMA_PORT_RANGE", Any, "TCP ports for connection set-up: first-last; unset: any";
+    connect_timeout: Duration = Duration::from_secs(120), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take";
+    split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
+    force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory; for tests";
+    sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
+}
+
+/// `NCCL_IB_*` names that NCCL's core handles and the plugin need not know.
+const CORE: &[&str] = &["NCCL_IB_MERGE_NICS", "NCCL_IB_GDR_FLUSH_DISABLE"];
+
+/// Names that newer NCCL no longer reads, and what took their place.
+const GONE: &[(&str, &str)] = &[
+    ("NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL decides on GPUDirect"),
+    ("NCCL_IB_GDR_LEVEL", "it is called NCCL_NET_GDR_LEVEL now"),
+    ("NCCL_IB_IS_GLOBAL", "a GRH is used where the port or the subnets ask for it"),
+];
+
+fn not_honoured(names: impl Iterator<Item = String>, warnings: &mut Vec<Warning>) {
+    let mut names: Vec<String> = names.filter(|n| n.starts_with("NCCL_IB_")).collect();
+    names.sort_unstable();
+    for name in names {
+        if let Some((_, instead)) = GONE.iter().find(|(n, _)| *n == name) {
+            warnings.push(Warning(format!("{name} is set and has no effect: {instead}")));
+        } else if !NAMES.contains(&name.as_str()) && !CORE.contains(&name.as_str()) {
+            warnings.push(Warning(format!("{name} is set and not honoured by this version of the plugin")));
+        }
+    }
+}
+
+impl Config {
+    /// Reads the settings from the process's environment. NCCL has put those of its configuration files there.
+    pub fn from_process() -> (Self, Vec<Warning>) {
+        let text = |s: &OsStr| s.to_string_lossy().into_owned();
+        Self::load(&|name| std::env::var_os(name).map(|v| text(&v)), std::env::vars_os().map(|(n, _)| text(&n)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn load(set: &[(&str, &str)]) -> (Config, Vec<String>) {
+        let find = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let (config, warnings) = Config::load(&find, set.iter().map(|(n, _)| (*n).to_owned()));
+        (config, warnings.into_iter().map(|w| w.0).collect())
+    }
+
+    #[test]
+    fn defaults_without_warnings() {
+        let (c, w) = load(&[]);
+        assert!(w.is_empty(), "{w:?}");
+        assert_eq!((c.ib_timeout, c.ib_retry_cnt, c.ib_qps_per_connection, c.split_threshold), (20, 7, 1, 16384));
+        assert_eq!((c.ib_gid_index, c.ib_tc, c.ib_sl), (None, None, None));
+        assert!(c.ib_merge_vfs && !c.ib_disable);
+    }
+
+    #[test]
+    fn integers_as_strtoll_with_base_0() {
+        let (c, w) = load(&[("NCCL_IB_TC", "0x6a"), ("NCCL_IB_TIMEOUT", "022"), ("NCCL_IB_GID_INDEX", "-1"), ("NCCL_IB_SL", "")]);
+        assert!(w.is_empty(), "{w:?}");
+        assert_eq!((c.ib_tc, c.ib_timeout, c.ib_gid_index, c.ib_sl), (Some(106), 18, None, None));
+    }
+
+    /// N36: 5 and 3 bit fields; what is out of range must not be cut to them.
+    #[test]
+    fn values_out_of_range_are_told_and_clamped() {
+        for (name, value, check) in [
+            ("NCCL_IB_TIMEOUT", "60", (31, 7)),
+            ("NCCL_IB_RETRY_CNT", "15", (20, 7)),
+            ("NCCL_IB_TIMEOUT", "0", (0, 7)),
+            ("NCCL_IB_TIMEOUT", "abc", (20, 7)),
+            ("NCCL_IB_TIMEOUT", "18x", (20, 7)),
+            ("NCCL_IB_TIMEOUT", "99999999999999999999", (20, 7)),
+        ] {
+            let (c, w) = load(&[(name, value)]);
+            assert_eq!((c.ib_timeout, c.ib_retry_cnt), check, "{name}={value}");
+            assert_eq!(w.len(), 1, "{name}={value}: {w:?}");
+            assert!(w[0].starts_with(&format!("{name}={value}: ")), "{w:?}");
+        }
+        assert!(load(&[("NCCL_IB_TIMEOUT", "60")]).1[0].contains("1 to 31"));
+    }
+
+    #[test]
+    fn words_and_ranges() {
+        let (c, w) = load(&[
+            ("NCCL_IB_ADDR_FAMILY", "AF_INET6"),
+            ("NCCL_IB_ADDR_RANGE", "10.0.0.0/8"),
+            ("NCCL_IB_ROCE_VERSION_NUM", "1"),
+            ("NCCL_NET_RDMA_PORT_RANGE", "50000-50010"),
+            ("NCCL_NET_RDMA_CONNECT_TIMEOUT", "5"),
+        ]);
+        assert!(w.is_empty(), "{w:?}");
+        assert_eq!(c.ib_addr_family, AddrFamily::V6);
+        assert_eq!(c.ib_addr_range.map(|r| r.to_string()).as_deref(), Some("10.0.0.0/8"));
+        assert_eq!(c.ib_roce_version, RoceVersion::V1);
+        assert_eq!(c.port_range, Some(50000..=50010));
+        assert_eq!(c.connect_timeout, Duration::from_secs(5));
+        for bad in [
+            ("NCCL_IB_ADDR_FAMILY", "inet"),
+            ("NCCL_IB_ADDR_RANGE", "10.0.0.0"),
+            ("NCCL_IB_ADDR_RANGE", "10.0.0.0/33"),
+            ("NCCL_NET_RDMA_PORT_RANGE", "9-5"),
+            ("NCCL_IB_ROCE_VERSION_NUM", "3"),
+        ] {
+            assert_eq!(load(&[bad]).1.len(), 1, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_honoured_is_told_once() {
+        let (_, w) = load(&[("NCCL_IB_OOO_RQ", "1"), ("NCCL_IB_CUDA_SUPPORT", "1"), ("NCCL_IB_TIMEOUT", "22"), ("NCCL_DEBUG", "INFO")]);
+        assert_eq!(w.len(), 2, "{w:?}");
+        assert!(w.iter().any(|x| x.contains("NCCL_IB_OOO_RQ")));
+        assert!(w.iter().any(|x| x.contains("NCCL_NET_GDR_LEVEL")));
+    }
+
+    #[test]
+    fn every_setting_can_be_shown() {
+        let (c, _) = load(&[("NCCL_IB_TIMEOUT", "60")]);
+        let shown = c.describe();
+        assert_eq!(shown.len(), NAMES.len());
+        let timeout = shown.iter().find(|s| s.name == "NCCL_IB_TIMEOUT").expect("there");
+        assert_eq!((timeout.value.as_str(), timeout.origin), ("31", Origin::Corrected));
+        assert!(shown.iter().all(|s| !s.meaning.is_empty()));
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(value in ".{0,40}") {
+            for name in NAMES {
+                let _ = load(&[(name, &value)]);
+            }
+        }
+    }
+}

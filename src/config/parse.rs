@@ -1,0 +1,214 @@
+//! How the text of a setting becomes a value, and a value text again.
+
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use ipnet::IpNet;
+
+use super::{AddrFamily, RoceVersion, Spec};
+
+/// A value of a setting. `parse` gives the value and, where it is not the one asked for, why; or why there is none.
+pub(super) trait Value: Sized {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String>;
+    fn show(&self) -> String;
+}
+
+/// strtoll with base 0, the whole text.
+fn integer(text: &str) -> Result<i64, String> {
+    let text = text.trim();
+    let (negative, digits) = match text.as_bytes() {
+        [b'-', ..] => (true, &text[1..]),
+        [b'+', ..] => (false, &text[1..]),
+        _ => (false, text),
+    };
+    let (radix, digits) = match digits.as_bytes() {
+        [b'0', b'x' | b'X', ..] => (16, &digits[2..]),
+        [b'0', _, ..] => (8, &digits[1..]),
+        _ => (10, digits),
+    };
+    if digits.is_empty() || !digits.chars().all(|c| c.is_digit(radix)) {
+        return Err("not a whole number".to_owned());
+    }
+    let value = i64::from_str_radix(digits, radix).map_err(|_| "the number is too large".to_owned())?;
+    Ok(if negative { -value } else { value })
+}
+
+/// An integer inside the setting's range.
+fn ranged(text: &str, spec: &Spec) -> Result<(i64, Option<String>), String> {
+    let value = integer(text)?;
+    let (low, high) = match *spec {
+        Spec::Range(low, high) => (low, high),
+        Spec::RangeOrForever(low, high) => {
+            if value == 0 {
+                return Ok((0, Some("0 means to wait for ever, so a dead peer is never noticed by the NIC".to_owned())));
+            }
+            (low, high)
+        }
+        Spec::Any => (i64::MIN, i64::MAX),
+    };
+    if value < low || value > high {
+        return Ok((value.clamp(low, high), Some(format!("out of range, {low} to {high}"))));
+    }
+    Ok((value, None))
+}
+
+macro_rules! integers {
+    ($($type:ty),*) => {$(
+        impl Value for $type {
+            fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+                let (value, told) = ranged(text, spec)?;
+                let value = Self::try_from(value).map_err(|_| "out of range".to_owned())?;
+                Ok((value, told))
+            }
+
+            fn show(&self) -> String {
+                self.to_string()
+            }
+        }
+    )*};
+}
+integers!(u8, u16, u32, u64, usize);
+
+impl Value for bool {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        Ok((integer(text).map_err(|e| format!("{e} (0 or 1)"))? != 0, None))
+    }
+
+    fn show(&self) -> String {
+        u8::from(*self).to_string()
+    }
+}
+
+/// -1 is "not set".
+impl Value for Option<u8> {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+        let (value, told) = ranged(text, spec)?;
+        Ok((u8::try_from(value).ok(), told))
+    }
+
+    fn show(&self) -> String {
+        self.map_or_else(|| "-1".to_owned(), |v| v.to_string())
+    }
+}
+
+impl Value for Option<String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        Ok((Some(text.to_owned()), None))
+    }
+
+    fn show(&self) -> String {
+        self.clone().unwrap_or_default()
+    }
+}
+
+impl Value for PathBuf {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        Ok((Self::from(text), None))
+    }
+
+    fn show(&self) -> String {
+        self.display().to_string()
+    }
+}
+
+impl Value for Option<PathBuf> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        Ok((Some(PathBuf::from(text)), None))
+    }
+
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(String::new, |p| p.display().to_string())
+    }
+}
+
+impl fmt::Display for AddrFamily {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::V4 => "AF_INET",
+            Self::V6 => "AF_INET6",
+        })
+    }
+}
+
+impl Value for AddrFamily {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        match text {
+            "AF_INET" => Ok((Self::V4, None)),
+            "AF_INET6" => Ok((Self::V6, None)),
+            _ => Err("neither AF_INET nor AF_INET6".to_owned()),
+        }
+    }
+
+    fn show(&self) -> String {
+        self.to_string()
+    }
+}
+
+impl Value for Option<AddrFamily> {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+        AddrFamily::parse(text, spec).map(|(v, told)| (Some(v), told))
+    }
+
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(String::new, Value::show)
+    }
+}
+
+impl Value for RoceVersion {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        match integer(text)? {
+            1 => Ok((Self::V1, None)),
+            2 => Ok((Self::V2, None)),
+            _ => Err("neither 1 nor 2".to_owned()),
+        }
+    }
+
+    fn show(&self) -> String {
+        match self {
+            Self::V1 => "1",
+            Self::V2 => "2",
+        }
+        .to_owned()
+    }
+}
+
+impl Value for Option<IpNet> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        let net = text.trim().parse().map_err(|_| "not a range in CIDR form (10.0.0.0/8, fd00::/8)".to_owned())?;
+        Ok((Some(net), None))
+    }
+
+    fn show(&self) -> String {
+        self.map_or_else(String::new, |n| n.to_string())
+    }
+}
+
+impl Value for Option<RangeInclusive<u16>> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+        let wrong = || "not a range of ports (50000-50010)".to_owned();
+        let (first, last) = text.trim().split_once('-').ok_or_else(wrong)?;
+        let first: u16 = first.trim().parse().map_err(|_| wrong())?;
+        let last: u16 = last.trim().parse().map_err(|_| wrong())?;
+        if first == 0 || first > last {
+            return Err(wrong());
+        }
+        Ok((Some(first..=last), None))
+    }
+
+    fn show(&self) -> String {
+        self.as_ref().map_or_else(String::new, |r| format!("{}-{}", r.start(), r.end()))
+    }
+}
+
+impl Value for Duration {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+        let (value, told) = ranged(text, spec)?;
+        Ok((Self::from_secs(u64::try_from(value).unwrap_or(0)), told))
+    }
+
+    fn show(&self) -> String {
+        self.as_secs().to_string()
+    }
+}

@@ -1,0 +1,285 @@
+//! GIDs and which one of a port's table to use.
+//!
+//! On InfiniBand that is index 0. On RoCE the table holds an entry for each address of the interface in each RoCE version;
+//! the right one is a routable address of the wanted family and version. The rule, best first:
+//!
+//! 1. the wanted address family and RoCE version, inside NCCL_IB_ADDR_RANGE;
+//! 2. the same without the family, since an all-IPv6 fabric has no IPv4 address to prefer;
+//! 3. another version of the wanted family, then of any;
+//! 4. last of all addresses that do not leave the link: 169.254/16, then fe80::/10.
+//!
+//! Private ranges are normal fabric addresses. Among equals the lowest index wins. Entries that are all zero are empty, or
+//! belong to another network namespace, and are passed over.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use ipnet::IpNet;
+
+use crate::config::{AddrFamily, RoceVersion};
+
+use super::port::LinkLayer;
+
+/// A global identifier, network byte order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Gid(pub [u8; 16]);
+
+impl Gid {
+    /// The address that it holds; an IPv4-mapped one as IPv4.
+    pub fn address(self) -> IpAddr {
+        let v6 = Ipv6Addr::from(self.0);
+        v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
+    }
+
+    pub fn family(self) -> AddrFamily {
+        if self.address().is_ipv4() { AddrFamily::V4 } else { AddrFamily::V6 }
+    }
+
+    pub fn is_zero(self) -> bool {
+        self.0 == [0; 16]
+    }
+
+    /// The address never leaves the link: fe80::/10 or 169.254/16.
+    pub fn is_link_local(self) -> bool {
+        match self.address() {
+            IpAddr::V4(a) => a.is_link_local(),
+            IpAddr::V6(a) => a.segments()[0] & 0xffc0 == 0xfe80,
+        }
+    }
+}
+
+impl From<Ipv4Addr> for Gid {
+    fn from(a: Ipv4Addr) -> Self {
+        Self(a.to_ipv6_mapped().octets())
+    }
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.address().fmt(f)
+    }
+}
+
+/// What kind of address an entry holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GidKind {
+    Ib,
+    RoceV1,
+    RoceV2,
+    /// The type could not be read.
+    Unknown,
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ib => "InfiniBand",
+            Self::RoceV1 => "RoCE v1",
+            Self::RoceV2 => "RoCE v2",
+            Self::Unknown => "type unknown",
+        })
+    }
+}
+
+/// A filled entry of a table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GidEntry {
+    pub index: u32,
+    pub gid: Gid,
+    pub kind: GidKind,
+    pub netdev: Option<String>,
+}
+
+/// What the user asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GidPolicy {
+    pub index: Option<u8>,
+    pub version: RoceVersion,
+    pub family: AddrFamily,
+    pub range: Option<IpNet>,
+}
+
+/// The entry to use, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    pub index: u32,
+    pub gid: Gid,
+    pub kind: GidKind,
+    pub netdev: Option<String>,
+    pub why: String,
+}
+
+/// Why there is none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum GidError {
+    #[error("its GID table is empty: the interface has no address, or belongs to another network namespace")]
+    Empty,
+    #[error("GID index {index} (NCCL_IB_GID_INDEX) is empty; filled are {filled}; unset it to have {usable} chosen")]
+    IndexEmpty { index: u8, filled: String, usable: String },
+    #[error("no GID lies in {range} (NCCL_IB_ADDR_RANGE); the table has {table}")]
+    OutOfRange { range: IpNet, table: String },
+}
+
+fn listing(entries: &[GidEntry]) -> String {
+    entries.iter().map(|e| format!("{} ({}, {})", e.index, e.gid, e.kind)).collect::<Vec<_>>().join(", ")
+}
+
+/// How good an entry is; smaller is better.
+fn rank(entry: &GidEntry, policy: &GidPolicy) -> u8 {
+    let family = entry.gid.family() == policy.family;
+    let version = matches!(
+        (entry.kind, policy.version),
+        (GidKind::RoceV1, RoceVersion::V1) | (GidKind::RoceV2, RoceVersion::V2)
+    );
+    let routable = match (family, version) {
+        (true, true) => 0,
+        (false, true) => 1,
+        (true, false) => 2,
+        (false, false) => 3,
+    };
+    match entry.gid.address() {
+        _ if !entry.gid.is_link_local() => routable,
+        IpAddr::V4(_) => 4 + routable,
+        IpAddr::V6(_) => 8 + routable,
+    }
+}
+
+/// The GID to use of a table (empty entries may be left out of it).
+pub fn choose(entries: &[GidEntry], link_layer: LinkLayer, policy: &GidPolicy) -> Result<Choice, GidError> {
+    let filled: Vec<GidEntry> = entries.iter().filter(|e| !e.gid.is_zero()).cloned().collect();
+    let made = |entry: &GidEntry, why: String| Choice {
+        index: entry.index,
+        gid: entry.gid,
+        kind: entry.kind,
+        netdev: entry.netdev.clone(),
+        why,
+    };
+    if link_layer != LinkLayer::Ethernet {
+        let first = filled.first().ok_or(GidError::Empty)?;
+        return Ok(made(first, "InfiniBand uses the first".to_owned()));
+    }
+    let best = |among: &[&GidEntry]| among.iter().min_by_key(|e| (rank(e, policy), e.index)).map(|e| (*e).clone());
+    let everything: Vec<&GidEntry> = filled.iter().collect();
+    let Some(automatic) = best(&everything) else { return Err(GidError::Empty) };
+    if let Some(index) = policy.index {
+        let Some(entry) = filled.iter().find(|e| e.index == u32::from(index)) else {
+            return Err(GidError::IndexEmpty {
+                index,
+                filled: listing(&filled),
+                usable: format!("index {}", automatic.index),
+            });
+        };
+        return Ok(made(entry, "set by NCCL_IB_GID_INDEX".to_owned()));
+    }
+    if let Some(range) = policy.range {
+        let inside: Vec<&GidEntry> = everything.iter().copied().filter(|e| range.contains(&e.gid.address())).collect();
+        let Some(entry) = best(&inside) else {
+            return Err(GidError::OutOfRange { range, table: listing(&filled) });
+        };
+        return Ok(made(&entry, format!("best in NCCL_IB_ADDR_RANGE {range}")));
+    }
+    let why = match rank(&automatic, policy) {
+        0 => "wanted family and RoCE version",
+        1 => "no address of the wanted family, wanted RoCE version",
+        2 | 3 => "no address in the wanted RoCE version",
+        _ => "only link-local addresses: it reaches no further than the link",
+    };
+    Ok(made(&automatic, why.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AUTO: GidPolicy = GidPolicy { index: None, version: RoceVersion::V2, family: AddrFamily::V4, range: None };
+
+    fn table(rows: &[(u32, &str, GidKind)]) -> Vec<GidEntry> {
+        rows.iter()
+            .map(|&(index, address, kind)| {
+                let gid = match address.parse::<IpAddr>().expect("an address") {
+                    IpAddr::V4(a) => Gid::from(a),
+                    IpAddr::V6(a) => Gid(a.octets()),
+                };
+                GidEntry { index, gid, kind, netdev: Some("eth0".into()) }
+            })
+            .collect()
+    }
+
+    fn pick(rows: &[(u32, &str, GidKind)], policy: &GidPolicy) -> Result<u32, GidError> {
+        choose(&table(rows), LinkLayer::Ethernet, policy).map(|c| c.index)
+    }
+
+    use GidKind::{RoceV1, RoceV2, Unknown};
+
+    const POD: [(u32, &str, GidKind); 8] = [
+        (0, "::", Unknown),
+        (1, "::", Unknown),
+        (2, "::", Unknown),
+        (3, "::", Unknown),
+        (4, "fe80::1", RoceV1),
+        (5, "fe80::1", RoceV2),
+        (6, "10.152.0.12", RoceV1),
+        (7, "10.152.0.12", RoceV2),
+    ];
+
+    #[test]
+    fn the_usual_table_gives_the_routable_v2_address() {
+        let rows = [(0, "fe80::1", RoceV1), (1, "fe80::1", RoceV2), (2, "10.0.0.1", RoceV1), (3, "10.0.0.1", RoceV2)];
+        assert_eq!(pick(&rows, &AUTO), Ok(3));
+        let choice = choose(&table(&rows), LinkLayer::Ethernet, &AUTO).expect("one");
+        assert_eq!((choice.gid.to_string().as_str(), choice.netdev.as_deref()), ("10.0.0.1", Some("eth0")));
+    }
+
+    #[test]
+    fn entries_of_other_namespaces_are_passed_over() {
+        assert_eq!(pick(&POD, &AUTO), Ok(7));
+    }
+
+    #[test]
+    fn a_forced_index_that_is_empty_names_the_usable_ones() {
+        let text = pick(&POD, &GidPolicy { index: Some(3), ..AUTO }).expect_err("empty").to_string();
+        assert!(text.contains("index 3"), "{text}");
+        for index in ["4 (", "5 (", "6 (", "7 (", "index 7"] {
+            assert!(text.contains(index), "{text}");
+        }
+        assert_eq!(pick(&POD, &GidPolicy { index: Some(6), ..AUTO }), Ok(6));
+    }
+
+    #[test]
+    fn an_all_ipv6_table_needs_no_setting() {
+        let rows = [(0, "fe80::1", RoceV1), (1, "fe80::1", RoceV2), (2, "fd93::5", RoceV1), (3, "fd93::5", RoceV2)];
+        assert_eq!(pick(&rows, &AUTO), Ok(3));
+    }
+
+    #[test]
+    fn private_ranges_are_fabric_addresses() {
+        for address in ["10.1.2.3", "172.16.9.1", "192.168.7.1", "100.64.1.1", "200.0.209.6"] {
+            assert_eq!(pick(&[(1, "fe80::2", RoceV2), (3, address, RoceV2)], &AUTO), Ok(3), "{address}");
+        }
+    }
+
+    #[test]
+    fn link_local_comes_last_and_says_so() {
+        assert_eq!(pick(&[(1, "169.254.3.4", RoceV2), (2, "fd00::1", RoceV1)], &AUTO), Ok(2));
+        assert_eq!(pick(&[(0, "fe80::1", RoceV2), (1, "169.254.3.4", RoceV2)], &AUTO), Ok(1));
+        let only = choose(&table(&[(0, "fe80::1", RoceV2)]), LinkLayer::Ethernet, &AUTO).expect("one");
+        assert!(only.why.contains("link-local"), "{}", only.why);
+    }
+
+    #[test]
+    fn wishes_are_followed() {
+        let rows = [(0, "10.0.0.1", RoceV1), (1, "10.0.0.1", RoceV2), (2, "fd00::1", RoceV2), (3, "10.9.0.1", RoceV2)];
+        assert_eq!(pick(&rows, &GidPolicy { version: RoceVersion::V1, ..AUTO }), Ok(0));
+        assert_eq!(pick(&rows, &GidPolicy { family: AddrFamily::V6, ..AUTO }), Ok(2));
+        assert_eq!(pick(&rows, &GidPolicy { range: "10.9.0.0/16".parse().ok(), ..AUTO }), Ok(3));
+        let text = pick(&rows, &GidPolicy { range: "11.0.0.0/8".parse().ok(), ..AUTO }).expect_err("none").to_string();
+        assert!(text.contains("11.0.0.0/8") && text.contains("10.9.0.1"), "{text}");
+    }
+
+    #[test]
+    fn infiniband_takes_the_first_whatever_the_lid() {
+        let entries = table(&[(0, "fe80::2:c903:1", GidKind::Ib)]);
+        assert_eq!(choose(&entries, LinkLayer::InfiniBand, &AUTO).map(|c| c.index), Ok(0));
+        assert_eq!(choose(&[], LinkLayer::Ethernet, &AUTO), Err(GidError::Empty));
+    }
+}
