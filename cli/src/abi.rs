@@ -13,19 +13,19 @@ use std::sync::Mutex;
 use anyhow::{Context as _, bail};
 
 /// Bytes of the handle that `listen` fills and `connect` reads.
-pub const HANDLE_BYTES: usize = 128;
+pub(crate) const HANDLE_BYTES: usize = 128;
 /// Receives that NCCL keeps in flight on one comm.
-pub const MAX_REQUESTS: usize = 32;
+pub(crate) const MAX_REQUESTS: usize = 32;
 /// Buffers in one grouped receive that this command ever asks for.
-pub const MAX_GROUP: usize = 8;
+pub(crate) const MAX_GROUP: usize = 8;
 /// Entries of the size array that NCCL hands to `test` for a receive.
 const RECV_SIZES: usize = 64;
-pub const PTR_HOST: c_int = 1;
-pub const PTR_CUDA: c_int = 2;
-pub const PTR_DMABUF: c_int = 4;
+pub(crate) const PTR_HOST: c_int = 1;
+pub(crate) const PTR_CUDA: c_int = 2;
+pub(crate) const PTR_DMABUF: c_int = 4;
 
-pub const LOG_WARN: c_int = 2;
-pub const LOG_INFO: c_int = 3;
+pub(crate) const LOG_WARN: c_int = 2;
+pub(crate) const LOG_INFO: c_int = 3;
 
 const CANARY: c_int = 0x5ca1_ab1e;
 const POISON_INT: c_int = 0xaaaa_aaaa_u32.cast_signed();
@@ -108,7 +108,7 @@ const _: () = {
 
 /// What went wrong in one call.
 #[derive(Debug)]
-pub enum Fault {
+pub(crate) enum Fault {
     /// The plugin returned this `ncclResult_t`.
     Code { call: &'static str, code: c_int },
     /// The plugin returned success, but broke the contract.
@@ -133,7 +133,7 @@ impl fmt::Display for Fault {
 impl std::error::Error for Fault {}
 
 /// The name of an `ncclResult_t`.
-pub fn result_name(code: c_int) -> &'static str {
+pub(crate) fn result_name(code: c_int) -> &'static str {
     match code {
         0 => "ncclSuccess",
         1 => "ncclUnhandledCudaError",
@@ -152,7 +152,7 @@ macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident),+) => { $(
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub struct $name(*mut c_void);
+        pub(crate) struct $name(*mut c_void);
         // SAFETY: NCCL creates these objects on one thread and uses them on another; the pointer is never read here.
         unsafe impl Send for $name {}
         // SAFETY: as above; only the plugin looks behind the pointer, and NCCL itself uses a comm from two threads.
@@ -188,7 +188,7 @@ impl From<RecvComm> for AnyComm {
 
 /// The 128 bytes that a listener gives to its peer, alone in memory between canaries and always at one address.
 #[derive(Debug)]
-pub struct Handle(Box<GuardedHandle>);
+pub(crate) struct Handle(Box<GuardedHandle>);
 
 #[repr(C, align(16))]
 #[derive(Debug)]
@@ -199,17 +199,17 @@ struct GuardedHandle {
 }
 
 impl Handle {
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         Self(Box::new(GuardedHandle { before: [0xc3; 64], bytes: [0; HANDLE_BYTES], after: [0x3c; 64] }))
     }
 
-    pub fn from_wire(bytes: &[u8]) -> anyhow::Result<Self> {
+    pub(crate) fn from_wire(bytes: &[u8]) -> anyhow::Result<Self> {
         let mut handle = Self::new();
         handle.0.bytes = bytes.try_into().with_context(|| format!("a handle of {} bytes", bytes.len()))?;
         Ok(handle)
     }
 
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.0.bytes
     }
 
@@ -224,7 +224,7 @@ impl Handle {
 /// Page-aligned host memory that stays mapped for the life of the process, so that a plugin which still writes to it
 /// after a close cannot corrupt the command itself.
 #[derive(Debug)]
-pub struct Buffer {
+pub(crate) struct Buffer {
     base: *mut u8,
     len: usize,
 }
@@ -235,7 +235,7 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    pub fn new(len: usize) -> anyhow::Result<Self> {
+    pub(crate) fn new(len: usize) -> anyhow::Result<Self> {
         let len = len.max(1).next_multiple_of(4096);
         let prot = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
@@ -247,16 +247,16 @@ impl Buffer {
         Ok(Self { base: base.cast(), len })
     }
 
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    pub fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: base..base+len is mapped, initialised (zero pages) and never unmapped.
         unsafe { std::slice::from_raw_parts(self.base, self.len) }
     }
 
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for bytes(); &mut self makes this the only view.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
     }
@@ -269,7 +269,7 @@ impl Buffer {
 
 /// One buffer of a receive.
 #[derive(Clone, Debug)]
-pub struct Slot<'a> {
+pub(crate) struct Slot<'a> {
     pub buffer: &'a Buffer,
     pub range: Range<usize>,
     pub tag: c_int,
@@ -278,7 +278,7 @@ pub struct Slot<'a> {
 
 /// What NCCL would be told about a device.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
-pub struct Properties {
+pub(crate) struct Properties {
     pub name: String,
     pub pci_path: Option<String>,
     pub guid: u64,
@@ -294,8 +294,8 @@ pub struct Properties {
 }
 
 /// One line that the plugin gave to NCCL's logger.
-#[derive(Clone, Debug, serde::Serialize)]
-pub struct LogLine {
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct LogLine {
     pub level: c_int,
     pub text: String,
 }
@@ -315,7 +315,7 @@ impl fmt::Display for LogLine {
 static LOG: Mutex<Vec<LogLine>> = Mutex::new(Vec::new());
 
 /// The lines logged so far, taken out.
-pub fn take_log() -> Vec<LogLine> {
+pub(crate) fn take_log() -> Vec<LogLine> {
     std::mem::take(&mut *LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
 }
 
@@ -347,7 +347,7 @@ unsafe extern "C" fn log(
 }
 
 /// The plugin, loaded. One per process, as in NCCL.
-pub struct Plugin {
+pub(crate) struct Plugin {
     table: Table,
     path: PathBuf,
     name: String,
@@ -366,7 +366,7 @@ unsafe impl Send for Plugin {}
 unsafe impl Sync for Plugin {}
 
 /// The plugin to load when none is named: the one installed beside this executable, else by the linker's search.
-pub fn default_plugin() -> PathBuf {
+pub(crate) fn default_plugin() -> PathBuf {
     let name = "libnccl-net-rdma.so";
     let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.parent()?.join("lib").join(name)));
     beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from(name))
@@ -394,7 +394,7 @@ fn checked(call: &'static str, code: c_int) -> Result<(), Fault> {
 
 impl Plugin {
     /// dlopen as NCCL does it: the text as given, then `libnccl-net-TEXT.so` where the text is a bare word.
-    pub fn load(path: &Path) -> anyhow::Result<Self> {
+    pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
         let text = path.as_os_str();
         let bare = !text.to_string_lossy().contains('/');
         let library = match open(text) {
@@ -420,16 +420,16 @@ impl Plugin {
     }
 
     /// The name that `NCCL_NET` selects.
-    pub fn name(&self) -> &str {
+    pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
     /// Entries that must be there and are not; entries that must be NULL and are not.
-    pub fn table_faults(&self) -> Vec<&'static str> {
+    pub(crate) fn table_faults(&self) -> Vec<&'static str> {
         let t = &self.table;
         let needed = [
             (t.init.is_some(), "init is NULL"),
@@ -452,7 +452,7 @@ impl Plugin {
         needed.iter().filter(|(ok, _)| !ok).map(|(_, what)| *what).collect()
     }
 
-    pub fn init(&self) -> Result<(), Fault> {
+    pub(crate) fn init(&self) -> Result<(), Fault> {
         let init = entry!(self.init);
         type Fixed = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
         // SAFETY: see `log`: on 64-bit Linux a variadic call with one pointer looks like this function's own call.
@@ -461,7 +461,7 @@ impl Plugin {
         checked("init", unsafe { init(logger) })
     }
 
-    pub fn devices(&self) -> Result<c_int, Fault> {
+    pub(crate) fn devices(&self) -> Result<c_int, Fault> {
         let devices = entry!(self.devices);
         let mut count = POISON_INT;
         // SAFETY: one int to write.
@@ -472,7 +472,7 @@ impl Plugin {
         Ok(count)
     }
 
-    pub fn properties(&self, dev: c_int) -> Result<Properties, Fault> {
+    pub(crate) fn properties(&self, dev: c_int) -> Result<Properties, Fault> {
         let get = entry!(self.get_properties);
         // NCCL does not clear the structure either: what a plugin leaves out is garbage there too.
         let mut raw = RawProperties {
@@ -520,7 +520,7 @@ impl Plugin {
         })
     }
 
-    pub fn listen(&self, dev: c_int) -> Result<(Handle, ListenComm), Fault> {
+    pub(crate) fn listen(&self, dev: c_int) -> Result<(Handle, ListenComm), Fault> {
         let listen = entry!(self.listen);
         let mut handle = Handle::new();
         let mut comm = ptr::null_mut();
@@ -534,7 +534,7 @@ impl Plugin {
     }
 
     /// One call of connect. None: call again, with the same handle.
-    pub fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
+    pub(crate) fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
         let connect = entry!(self.connect);
         let mut comm = ptr::null_mut();
         let mut device = ptr::null_mut();
@@ -545,7 +545,7 @@ impl Plugin {
     }
 
     /// As [`Plugin::connect`], with NULL for the device handle, as NCCL's probe for GPU memory does it.
-    pub fn connect_plain(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
+    pub(crate) fn connect_plain(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
         let connect = entry!(self.connect);
         let mut comm = ptr::null_mut();
         // SAFETY: as in connect; the device handle pointer may be NULL.
@@ -555,7 +555,7 @@ impl Plugin {
     }
 
     /// One call of accept. None: call again.
-    pub fn accept(&self, listener: ListenComm) -> Result<Option<RecvComm>, Fault> {
+    pub(crate) fn accept(&self, listener: ListenComm) -> Result<Option<RecvComm>, Fault> {
         let accept = entry!(self.accept);
         let mut comm = ptr::null_mut();
         let mut device = ptr::null_mut();
@@ -580,7 +580,12 @@ impl Plugin {
         Ok((!comm.is_null()).then_some(comm))
     }
 
-    pub fn reg_mr(&self, comm: impl Into<AnyComm>, buffer: &Buffer, range: Range<usize>) -> Result<Memory, Fault> {
+    pub(crate) fn reg_mr(
+        &self,
+        comm: impl Into<AnyComm>,
+        buffer: &Buffer,
+        range: Range<usize>,
+    ) -> Result<Memory, Fault> {
         let reg_mr = entry!(self.reg_mr);
         let mut memory = ptr::null_mut();
         let data = buffer.at(&range);
@@ -589,7 +594,7 @@ impl Plugin {
         Ok(Memory(memory))
     }
 
-    pub fn dereg_mr(&self, comm: impl Into<AnyComm>, memory: Memory) -> Result<(), Fault> {
+    pub(crate) fn dereg_mr(&self, comm: impl Into<AnyComm>, memory: Memory) -> Result<(), Fault> {
         let dereg_mr = entry!(self.dereg_mr);
         // SAFETY: an open comm and a registration made on it.
         checked("deregMr", unsafe { dereg_mr(comm.into().0, memory.0) })
@@ -604,7 +609,7 @@ impl Plugin {
     }
 
     /// None: again later.
-    pub fn isend(
+    pub(crate) fn isend(
         &self,
         comm: SendComm,
         buffer: &Buffer,
@@ -622,7 +627,7 @@ impl Plugin {
     }
 
     /// None: again later. The argument arrays are overwritten as soon as the call is over.
-    pub fn irecv(&self, comm: RecvComm, slots: &[Slot<'_>]) -> Result<Option<Request>, Fault> {
+    pub(crate) fn irecv(&self, comm: RecvComm, slots: &[Slot<'_>]) -> Result<Option<Request>, Fault> {
         let irecv = entry!(self.irecv);
         let mut args = Arguments::new(slots);
         for (size, slot) in args.sizes.iter_mut().zip(slots) {
@@ -646,7 +651,7 @@ impl Plugin {
     }
 
     /// None: there is nothing to flush, or it is done already.
-    pub fn iflush(&self, comm: RecvComm, slots: &[Slot<'_>], sizes: &[usize]) -> Result<Option<Request>, Fault> {
+    pub(crate) fn iflush(&self, comm: RecvComm, slots: &[Slot<'_>], sizes: &[usize]) -> Result<Option<Request>, Fault> {
         let iflush = entry!(self.iflush);
         let mut args = Arguments::new(slots);
         for (to, size) in args.sizes.iter_mut().zip(sizes) {
@@ -682,7 +687,7 @@ impl Plugin {
     }
 
     /// Tests a send. NCCL passes the address of a single int, here between canaries.
-    pub fn test_send(&self, request: Request) -> Result<Option<SendSize>, Fault> {
+    pub(crate) fn test_send(&self, request: Request) -> Result<Option<SendSize>, Fault> {
         let mut stack = [CANARY; 32];
         stack[8] = POISON_INT;
         let done = self.test(request, stack[8..].as_mut_ptr())?;
@@ -695,7 +700,7 @@ impl Plugin {
     }
 
     /// Tests a receive of n buffers: their sizes once it is done.
-    pub fn test_recv(&self, request: Request, n: usize) -> Result<Option<[usize; MAX_GROUP]>, Fault> {
+    pub(crate) fn test_recv(&self, request: Request, n: usize) -> Result<Option<[usize; MAX_GROUP]>, Fault> {
         // NCCL's array is zeroed; the words around it are not its own.
         let mut stack = [CANARY; RECV_SIZES + 16];
         stack[8..8 + RECV_SIZES].fill(0);
@@ -708,30 +713,29 @@ impl Plugin {
         }
         let mut sizes = [0; MAX_GROUP];
         for (to, &from) in sizes.iter_mut().zip(&stack[8..8 + n]) {
-            *to = usize::try_from(from)
-                .map_err(|_| Fault::broken("test", format!("a received size of {from}")))?;
+            *to = usize::try_from(from).map_err(|_| Fault::broken("test", format!("a received size of {from}")))?;
         }
         Ok(done.then_some(sizes))
     }
 
     /// Tests with NULL for the sizes, as NCCL does for flushes and in its bootstrap.
-    pub fn test_plain(&self, request: Request) -> Result<bool, Fault> {
+    pub(crate) fn test_plain(&self, request: Request) -> Result<bool, Fault> {
         self.test(request, ptr::null_mut())
     }
 
-    pub fn close_send(&self, comm: Option<SendComm>) -> Result<(), Fault> {
+    pub(crate) fn close_send(&self, comm: Option<SendComm>) -> Result<(), Fault> {
         let close = entry!(self.close_send);
         // SAFETY: an open comm that is not used again, or NULL, which NCCL passes after a failed connect.
         checked("closeSend", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
     }
 
-    pub fn close_recv(&self, comm: Option<RecvComm>) -> Result<(), Fault> {
+    pub(crate) fn close_recv(&self, comm: Option<RecvComm>) -> Result<(), Fault> {
         let close = entry!(self.close_recv);
         // SAFETY: as in close_send.
         checked("closeRecv", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
     }
 
-    pub fn close_listen(&self, comm: Option<ListenComm>) -> Result<(), Fault> {
+    pub(crate) fn close_listen(&self, comm: Option<ListenComm>) -> Result<(), Fault> {
         let close = entry!(self.close_listen);
         // SAFETY: as in close_send.
         checked("closeListen", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
@@ -740,7 +744,7 @@ impl Plugin {
 
 /// What `test` wrote as the size of a completed send.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum SendSize {
+pub(crate) enum SendSize {
     Unwritten,
     Bytes(c_int),
 }

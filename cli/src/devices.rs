@@ -16,7 +16,7 @@ struct Report<'a> {
 }
 
 /// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
-pub fn run(path: &Path, json: bool) -> anyhow::Result<()> {
+pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
     let plugin = Plugin::load(path)?;
     plugin.init().context("NCCL would drop this plugin")?;
     let count = plugin.devices().context("NCCL would drop this plugin")?;

@@ -1,13 +1,19 @@
 //! The `nccl-rdma` command: looks at, proves and measures the plugin through nothing but the table that NCCL uses.
 
 mod abi;
+mod contract;
 mod devices;
+mod procs;
 mod table;
+mod wire;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
+
+use procs::Job;
 
 /// Looks at, proves and measures libnccl-net-rdma.so, the NCCL network plugin over RDMA.
 #[derive(Debug, Parser)]
@@ -41,11 +47,85 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Do to the plugin all that NCCL does and may do, between processes, and check every byte
+    Contract(ContractArgs),
+    /// One process of another subcommand
+    #[command(hide = true)]
+    Rank { seat: String },
+}
+
+#[derive(Debug, Args)]
+struct ContractArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Processes in the cases that take any number
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=8))]
+    procs: u8,
+    /// Message sizes in bytes
+    #[arg(long, value_delimiter = ',', value_parser = table::parse_bytes,
+          default_value = "0,1,7,8,100,4096,65535,65536,65537,1M,8M")]
+    sizes: Vec<usize>,
+    /// Largest grouped receive
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
+    groups: u8,
+    /// Seed of everything random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Fewer rounds, nothing above 1 MiB but one message of 16 MiB
+    #[arg(long)]
+    quick: bool,
+    /// Let a software adapter see all processes as one host (otherwise SOFT_HCA_HOST is set to h0, h1, ...)
+    #[arg(long)]
+    same_host: bool,
+    /// Bound of one case in seconds
+    #[arg(long, default_value_t = 90, value_name = "S")]
+    time_limit: u64,
+    /// A rank must hear of its peer's death within this many seconds
+    #[arg(long, default_value_t = 20, value_name = "S")]
+    error_bound: u64,
+    /// Print the cases and what they are about
+    #[arg(long)]
+    list: bool,
+    /// Play only this case (may be given more than once)
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+}
+
+impl ContractArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        if self.list {
+            contract::list();
+            return Ok(());
+        }
+        let most = if self.quick { 1 << 20 } else { usize::MAX };
+        let options = contract::Options {
+            plugin: self.plugin.path(),
+            dev: self.dev,
+            procs: usize::from(self.procs),
+            sizes: self.sizes.iter().copied().filter(|&size| size <= most).collect(),
+            groups: usize::from(self.groups),
+            seed: self.seed,
+            quick: self.quick,
+            same_host: self.same_host,
+            time_limit: Duration::from_secs(self.time_limit),
+            error_bound: Duration::from_secs(self.error_bound),
+        };
+        contract::run(&options, &self.only)
+    }
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices { plugin, json } => devices::run(&plugin.path(), json),
+        Command::Contract(args) => args.run(),
+        Command::Rank { seat } => {
+            return procs::rank_main(&seat, |seat, mail| match &seat.job {
+                Job::Contract(job) => contract::rank_main(job, seat, mail),
+            });
+        }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

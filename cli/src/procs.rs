@@ -17,24 +17,27 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
+use crate::contract;
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
 
 /// What one process is asked to do.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Seat {
+pub(crate) struct Seat {
     pub rank: usize,
     pub ranks: usize,
     pub job: Job,
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Job {}
+pub(crate) enum Job {
+    Contract(contract::Job),
+}
 
 /// A set of ranks to start.
 #[derive(Debug)]
-pub struct Spec {
+pub(crate) struct Spec {
     pub ranks: usize,
     pub job: Job,
     /// Environment of every rank.
@@ -48,7 +51,7 @@ pub struct Spec {
 
 /// How a rank ended.
 #[derive(Debug)]
-pub struct Outcome {
+pub(crate) struct Outcome {
     pub rank: usize,
     pub end: Result<(), String>,
     /// What the plugin logged in it.
@@ -117,7 +120,7 @@ fn start(spec: &Spec, rank: usize, events: Sender<Event>) -> anyhow::Result<(Chi
 
 /// Starts the ranks, serves them until all have ended or the time is up, and says how each one ended. `report` gets
 /// what the ranks report on the way.
-pub fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::Result<Vec<Outcome>> {
+pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::Result<Vec<Outcome>> {
     let (sender, events) = channel();
     let mut ranks = Ranks(Vec::new());
     for rank in 0..spec.ranks {
@@ -190,7 +193,7 @@ fn ended(done: Option<Result<(), String>>, status: ExitStatus, dies: bool) -> Re
 }
 
 /// The first failure that is a cause and not a consequence, in words.
-pub fn failure(outcomes: &[Outcome]) -> Option<String> {
+pub(crate) fn failure(outcomes: &[Outcome]) -> Option<String> {
     let failed = |o: &&Outcome| o.end.is_err();
     let cause = outcomes.iter().filter(failed).find(|o| !is_consequence(o));
     cause.or_else(|| outcomes.iter().find(failed)).map(|o| {
@@ -209,7 +212,7 @@ fn is_consequence(outcome: &Outcome) -> bool {
 
 /// A rank's line to the parent and through it to the other ranks.
 #[derive(Debug)]
-pub struct Mailbox {
+pub(crate) struct Mailbox {
     socket: UnixStream,
     mail: Receiver<Down>,
     kept: HashMap<(usize, String), Vec<u8>>,
@@ -236,12 +239,12 @@ impl Mailbox {
         Ok(Self { socket, mail, kept: HashMap::new(), gone: Vec::new(), rank, ranks, barriers: 0 })
     }
 
-    pub fn post(&mut self, to: usize, key: &str, data: &[u8]) -> anyhow::Result<()> {
+    pub(crate) fn post(&mut self, to: usize, key: &str, data: &[u8]) -> anyhow::Result<()> {
         let post = Up::Post { to, key: key.to_owned(), data: data.to_vec() };
         send_line(&mut self.socket, &post).context("the parent does not listen")
     }
 
-    pub fn report(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+    pub(crate) fn report(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
         let report = Up::Report(serde_json::to_value(value)?);
         send_line(&mut self.socket, &report).context("the parent does not listen")
     }
@@ -253,7 +256,7 @@ impl Mailbox {
         }
     }
 
-    pub fn is_gone(&mut self, rank: usize) -> bool {
+    pub(crate) fn is_gone(&mut self, rank: usize) -> bool {
         while let Ok(down) = self.mail.try_recv() {
             self.keep(down);
         }
@@ -261,7 +264,7 @@ impl Mailbox {
     }
 
     /// The message, if it has come already.
-    pub fn try_take(&mut self, from: usize, key: &str) -> anyhow::Result<Option<Vec<u8>>> {
+    pub(crate) fn try_take(&mut self, from: usize, key: &str) -> anyhow::Result<Option<Vec<u8>>> {
         let gone = self.is_gone(from);
         match self.kept.remove(&(from, key.to_owned())) {
             None if gone => bail!("rank {from} has gone and will not send {key:?}"),
@@ -269,7 +272,7 @@ impl Mailbox {
         }
     }
 
-    pub fn take(&mut self, from: usize, key: &str, deadline: Instant) -> anyhow::Result<Vec<u8>> {
+    pub(crate) fn take(&mut self, from: usize, key: &str, deadline: Instant) -> anyhow::Result<Vec<u8>> {
         loop {
             if let Some(data) = self.try_take(from, key)? {
                 return Ok(data);
@@ -282,7 +285,7 @@ impl Mailbox {
     }
 
     /// Waits until every rank is here.
-    pub fn barrier(&mut self, deadline: Instant) -> anyhow::Result<()> {
+    pub(crate) fn barrier(&mut self, deadline: Instant) -> anyhow::Result<()> {
         let key = format!("barrier {}", self.barriers);
         self.barriers += 1;
         let others: Vec<_> = (0..self.ranks).filter(|&r| r != self.rank).collect();
@@ -294,7 +297,7 @@ impl Mailbox {
 }
 
 /// The life of a rank: does the job in `seat`, tells the parent how it went, ends.
-pub fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> anyhow::Result<()>) -> ExitCode {
+pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> anyhow::Result<()>) -> ExitCode {
     let opened = serde_json::from_str::<Seat>(seat)
         .context("not a seat")
         .and_then(|seat| Mailbox::open(seat.rank, seat.ranks).map(|mail| (seat, mail)));
@@ -322,8 +325,11 @@ mod tests {
 
     #[test]
     fn the_cause_is_told_before_its_consequences() {
-        let outcomes =
-            [outcome(0, Err("rank 1 has gone and will not send")), outcome(1, Err("byte 3 is wrong")), outcome(2, Ok(()))];
+        let outcomes = [
+            outcome(0, Err("rank 1 has gone and will not send")),
+            outcome(1, Err("byte 3 is wrong")),
+            outcome(2, Ok(())),
+        ];
         assert_eq!(failure(&outcomes).unwrap(), "rank 1: byte 3 is wrong");
         assert!(failure(&outcomes[2..]).is_none());
     }

@@ -2,14 +2,14 @@
 
 /// The columns of a table: heading and width, right-aligned unless the width is negative.
 #[derive(Clone, Copy, Debug)]
-pub struct Table(pub &'static [(&'static str, i32)]);
+pub(crate) struct Table(pub &'static [(&'static str, i32)]);
 
 impl Table {
-    pub fn head(&self) -> String {
+    pub(crate) fn head(&self) -> String {
         self.line(self.0.iter().map(|(name, _)| (*name).to_owned()))
     }
 
-    pub fn row<const N: usize>(&self, cells: [String; N]) -> String {
+    pub(crate) fn row<const N: usize>(&self, cells: [String; N]) -> String {
         self.line(cells)
     }
 
@@ -23,7 +23,7 @@ impl Table {
 }
 
 /// The columns of the all-reduce tables, after those of nccl-tests.
-pub const ALL_REDUCE: Table = Table(&[
+pub(crate) const ALL_REDUCE: Table = Table(&[
     ("size (B)", 12),
     ("count", 12),
     ("type", 6),
@@ -35,7 +35,7 @@ pub const ALL_REDUCE: Table = Table(&[
 ]);
 
 /// One row of [`ALL_REDUCE`]: `seconds` is the time of one operation.
-pub fn all_reduce_row(bytes: usize, kind: &str, ranks: usize, seconds: f64, wrong: u64) -> String {
+pub(crate) fn all_reduce_row(bytes: usize, kind: &str, ranks: usize, seconds: f64, wrong: u64) -> String {
     let (alg, bus) = bandwidths(bytes, ranks, seconds);
     ALL_REDUCE.row([
         bytes.to_string(),
@@ -51,13 +51,13 @@ pub fn all_reduce_row(bytes: usize, kind: &str, ranks: usize, seconds: f64, wron
 
 /// Algorithm and bus bandwidth in GB/s: an all-reduce moves 2(n-1)/n of the bytes over each link.
 #[expect(clippy::cast_precision_loss, reason = "sizes and ranks are far below 2^53")]
-pub fn bandwidths(bytes: usize, ranks: usize, seconds: f64) -> (f64, f64) {
+pub(crate) fn bandwidths(bytes: usize, ranks: usize, seconds: f64) -> (f64, f64) {
     let alg = bytes as f64 / seconds.max(1e-9) / 1e9;
     (alg, alg * 2.0 * (ranks as f64 - 1.0) / ranks as f64)
 }
 
 /// Bytes with the suffixes that people type: 8, 64K, 8M, 1G.
-pub fn parse_bytes(text: &str) -> Result<usize, String> {
+pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let scale = match text[digits.len()..].to_ascii_uppercase().as_str() {
         "" | "B" => 1,
@@ -71,7 +71,7 @@ pub fn parse_bytes(text: &str) -> Result<usize, String> {
 }
 
 /// `from`, twice that, ... up to `to`.
-pub fn doubling(from: usize, to: usize) -> Vec<usize> {
+pub(crate) fn doubling(from: usize, to: usize) -> Vec<usize> {
     std::iter::successors(Some(from.max(1)), |n| n.checked_mul(2)).take_while(|&n| n <= to).collect()
 }
 
