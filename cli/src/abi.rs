@@ -398,14 +398,12 @@ impl Plugin {
         let text = path.as_os_str();
         let bare = !text.to_string_lossy().contains('/');
         let library = match open(text) {
-            Ok(library) => library,
-            Err(first) if bare => {
+            Err(_) if bare => {
                 let long = format!("libnccl-net-{}.so", text.to_string_lossy());
-                open(OsStr::new(&long))
-                    .map_err(|second| anyhow::anyhow!("the plugin cannot be loaded: {first}; nor {long}: {second}"))?
+                open(OsStr::new(&long)).with_context(|| format!("neither {} nor {long} can be loaded", path.display()))
             }
-            Err(first) => bail!("the plugin cannot be loaded: {first}"),
-        };
+            opened => opened.with_context(|| format!("the plugin {} cannot be loaded", path.display())),
+        }?;
         // SAFETY: the symbol is a data object of the type that NCCL's net_v8.h gives it.
         let symbol = unsafe { library.get::<*const Table>(c"ncclNetPlugin_v8".to_bytes_with_nul()) }
             .with_context(|| format!("{} exports no ncclNetPlugin_v8", path.display()))?;
@@ -422,10 +420,6 @@ impl Plugin {
     /// The name that `NCCL_NET` selects.
     pub(crate) fn name(&self) -> &str {
         &self.name
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Entries that must be there and are not; entries that must be NULL and are not.
@@ -820,9 +814,9 @@ mod tests {
 
     #[test]
     fn missing_plugin_is_a_clear_error() {
-        let error = Plugin::load(Path::new("/nonexistent/libnccl-net-x.so")).unwrap_err().to_string();
-        assert!(error.contains("/nonexistent/libnccl-net-x.so"), "{error}");
-        let error = Plugin::load(Path::new("no-such-word")).unwrap_err().to_string();
+        let error = format!("{:#}", Plugin::load(Path::new("/nonexistent/libnccl-net-x.so")).unwrap_err());
+        assert!(error.contains("/nonexistent/libnccl-net-x.so: cannot open"), "the linker's own words: {error}");
+        let error = format!("{:#}", Plugin::load(Path::new("no-such-word")).unwrap_err());
         assert!(error.contains("libnccl-net-no-such-word.so"), "{error}");
     }
 }

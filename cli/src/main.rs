@@ -3,7 +3,10 @@
 mod abi;
 mod contract;
 mod devices;
+mod perf;
+mod pipe;
 mod procs;
+mod ring;
 mod table;
 mod wire;
 
@@ -49,6 +52,10 @@ enum Command {
     },
     /// Do to the plugin all that NCCL does and may do, between processes, and check every byte
     Contract(ContractArgs),
+    /// Ring all-reduce between processes on host memory through the plugin, every element checked
+    Demo(DemoArgs),
+    /// Latency and bandwidth between two processes through the plugin
+    Perf(PerfArgs),
     /// One process of another subcommand
     #[command(hide = true)]
     Rank { seat: String },
@@ -117,13 +124,79 @@ impl ContractArgs {
     }
 }
 
+#[derive(Debug, Args)]
+struct DemoArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Processes in the ring
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=64))]
+    ranks: u8,
+    /// Smallest size
+    #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
+    min: usize,
+    /// Largest size
+    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
+    max: usize,
+    /// Operations per size (a quarter of them above 1 MiB)
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Let a software adapter see all processes as one host
+    #[arg(long)]
+    same_host: bool,
+    /// Print the plugin's log lines at the end
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+impl DemoArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        let sizes = table::doubling(self.min.max(4), self.max);
+        anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
+        let iters = usize::try_from(self.iters)?;
+        let job = ring::Job { plugin: self.plugin.path(), dev: self.dev, sizes, iters };
+        ring::run(&job, usize::from(self.ranks), self.same_host, self.verbose)
+    }
+}
+
+#[derive(Debug, Args)]
+struct PerfArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Message sizes in bytes
+    #[arg(long, value_delimiter = ',', value_parser = table::parse_bytes, default_value = "8,512,4K,64K,512K,4M")]
+    sizes: Vec<usize>,
+    /// Requests in flight when streaming
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=32))]
+    depth: u8,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Let a software adapter see both processes as one host
+    #[arg(long)]
+    same_host: bool,
+}
+
+impl PerfArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        let (sizes, depth) = (self.sizes.clone(), usize::from(self.depth));
+        perf::run(&perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth }, self.same_host)
+    }
+}
+
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices { plugin, json } => devices::run(&plugin.path(), json),
         Command::Contract(args) => args.run(),
+        Command::Demo(args) => args.run(),
+        Command::Perf(args) => args.run(),
         Command::Rank { seat } => {
             return procs::rank_main(&seat, |seat, mail| match &seat.job {
                 Job::Contract(job) => contract::rank_main(job, seat, mail),
+                Job::Ring(job) => ring::rank_main(job, seat, mail),
+                Job::Perf(job) => perf::rank_main(job, seat, mail),
             });
         }
     };

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
-use crate::contract;
+use crate::{contract, perf, ring};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -33,6 +33,8 @@ pub(crate) struct Seat {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Job {
     Contract(contract::Job),
+    Ring(ring::Job),
+    Perf(perf::Job),
 }
 
 /// A set of ranks to start.
@@ -54,6 +56,8 @@ pub(crate) struct Spec {
 pub(crate) struct Outcome {
     pub rank: usize,
     pub end: Result<(), String>,
+    /// When it ended: of several failures the earliest is the cause.
+    pub at: Instant,
     /// What the plugin logged in it.
     pub log: Vec<LogLine>,
 }
@@ -133,6 +137,7 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
     let mut done: Vec<Option<Result<(), String>>> = vec![None; spec.ranks];
     let mut log: Vec<Vec<LogLine>> = vec![Vec::new(); spec.ranks];
     let mut alive = vec![true; spec.ranks];
+    let mut at = vec![None; spec.ranks];
     while alive.contains(&true) {
         match events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Event::Said(from, Up::Post { to, key, data })) => {
@@ -144,6 +149,7 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
             Ok(Event::Said(rank, Up::Report(value))) => report(rank, value),
             Ok(Event::Said(rank, Up::Done { error, log: lines })) => {
                 log[rank] = lines;
+                at[rank] = Some(Instant::now());
                 if error.is_some() && first_failure.is_none() {
                     first_failure = Some(rank);
                     deadline = deadline.min(Instant::now() + GRACE);
@@ -152,6 +158,7 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
             }
             Ok(Event::Closed(rank)) => {
                 alive[rank] = false;
+                at[rank].get_or_insert_with(Instant::now);
                 let status = ranks.0[rank].0.wait()?;
                 let end = ended(done[rank].take(), status, spec.dies == Some(rank));
                 if end.is_err() && first_failure.is_none() {
@@ -170,14 +177,15 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
         Some(first) => format!("stopped, since rank {first} had failed"),
         None => format!("rank {rank} was still running after {:.0} s", spec.time_limit.as_secs_f64()),
     };
-    let ends = done.into_iter().zip(alive).zip(log).enumerate();
+    let now = Instant::now();
+    let ends = done.into_iter().zip(alive).zip(log).zip(at).enumerate();
     Ok(ends
-        .map(|(rank, ((end, alive), log))| {
+        .map(|(rank, (((end, alive), log), at))| {
             let end = match end {
                 Some(end) if !alive || end.is_err() => end,
                 _ => Err(stopped(rank)),
             };
-            Outcome { rank, end, log }
+            Outcome { rank, end, at: at.unwrap_or(now), log }
         })
         .collect())
 }
@@ -192,22 +200,19 @@ fn ended(done: Option<Result<(), String>>, status: ExitStatus, dies: bool) -> Re
     }
 }
 
-/// The first failure that is a cause and not a consequence, in words.
+/// The failure that came first, in words; one that only follows from another rank's does not count as the first.
 pub(crate) fn failure(outcomes: &[Outcome]) -> Option<String> {
-    let failed = |o: &&Outcome| o.end.is_err();
-    let cause = outcomes.iter().filter(failed).find(|o| !is_consequence(o));
-    cause.or_else(|| outcomes.iter().find(failed)).map(|o| {
+    let failed = outcomes.iter().filter(|o| o.end.is_err());
+    failed.min_by_key(|o| (is_consequence(o), o.at)).map(|o| {
         let error = o.end.as_ref().err().map_or("", String::as_str);
-        let mut text = format!("rank {}: {error}", o.rank);
-        for line in o.log.iter().filter(|l| l.level <= abi::LOG_WARN).take(5) {
-            text.push_str(&format!("\n    rank {} logged: {line}", o.rank));
-        }
-        text
+        let warnings = o.log.iter().filter(|l| l.level <= abi::LOG_WARN).take(5);
+        let warnings: String = warnings.map(|line| format!("\n    rank {} logged: {line}", o.rank)).collect();
+        format!("rank {}: {error}{warnings}", o.rank)
     })
 }
 
 fn is_consequence(outcome: &Outcome) -> bool {
-    outcome.end.as_ref().is_err_and(|e| e.starts_with("stopped, since") || e.contains("has gone"))
+    outcome.end.as_ref().is_err_and(|e| e.starts_with("stopped, since") || e.contains("has gone and will not send"))
 }
 
 /// A rank's line to the parent and through it to the other ranks.
@@ -319,19 +324,23 @@ pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> an
 mod tests {
     use super::*;
 
-    fn outcome(rank: usize, end: Result<(), &str>) -> Outcome {
-        Outcome { rank, end: end.map_err(str::to_owned), log: Vec::new() }
+    fn outcome(rank: usize, at: Instant, end: Result<(), &str>) -> Outcome {
+        Outcome { rank, end: end.map_err(str::to_owned), at, log: Vec::new() }
     }
 
     #[test]
     fn the_cause_is_told_before_its_consequences() {
+        let start = Instant::now();
+        let later = start + Duration::from_millis(1);
         let outcomes = [
-            outcome(0, Err("rank 1 has gone and will not send")),
-            outcome(1, Err("byte 3 is wrong")),
-            outcome(2, Ok(())),
+            outcome(0, start, Err("rank 2 has gone and will not send \"x\"")),
+            outcome(1, later, Err("isend returned 6")),
+            outcome(2, start, Err("byte 3 is wrong")),
+            outcome(3, start, Ok(())),
         ];
-        assert_eq!(failure(&outcomes).unwrap(), "rank 1: byte 3 is wrong");
-        assert!(failure(&outcomes[2..]).is_none());
+        assert_eq!(failure(&outcomes).unwrap(), "rank 2: byte 3 is wrong");
+        assert_eq!(failure(&outcomes[..2]).unwrap(), "rank 1: isend returned 6");
+        assert!(failure(&outcomes[3..]).is_none());
     }
 
     #[test]

@@ -195,9 +195,9 @@ fn zero_bytes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 fn short_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let posted = small(rank);
+    let posted = small(rank).into_iter().filter(|&cap| cap > 0);
     let pairs: Vec<_> =
-        posted.iter().flat_map(|&cap| [(cap / 2, cap), (cap.saturating_sub(1), cap), (cap.min(1), cap)]).collect();
+        posted.flat_map(|cap| [(cap / 2, cap), (cap.saturating_sub(1), cap), (cap.min(1), cap)]).collect();
     play(rank, &[Flow::sized(&pairs, 3)], Manner::default())
 }
 
