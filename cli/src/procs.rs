@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
-use crate::{contract, perf, ring};
+use crate::{contract, nccl_check, perf, ring};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -35,6 +35,7 @@ pub(crate) enum Job {
     Contract(contract::Job),
     Ring(ring::Job),
     Perf(perf::Job),
+    Nccl(nccl_check::Job),
 }
 
 /// A set of ranks to start.

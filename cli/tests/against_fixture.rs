@@ -51,7 +51,7 @@ mod tests {
         caught("past-end", "short-sends", "the space behind the payload was written to");
         caught("lose-zero", "zero-bytes", "receive");
         caught("mix-tags", "groups-2", "receive");
-        caught("no-truncate", "long-sends", "written to");
+        caught("no-truncate", "long-sends", "has size 8, not 7");
     }
 
     #[test]
