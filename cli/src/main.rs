@@ -1,1 +1,281 @@
-fn main() {}
+//! The `nccl-rdma` command: looks at, proves and measures the plugin through nothing but the table that NCCL uses.
+
+mod abi;
+mod contract;
+mod devices;
+mod gpu;
+mod nccl_check;
+mod perf;
+mod pipe;
+mod procs;
+mod ring;
+mod table;
+mod wire;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+
+use procs::Job;
+
+/// Looks at, proves and measures libnccl-net-rdma.so, the NCCL network plugin over RDMA.
+#[derive(Debug, Parser)]
+#[command(version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Args)]
+struct PluginArg {
+    /// The plugin: a path, or a name as NCCL_NET_PLUGIN takes it [default: ../lib/libnccl-net-rdma.so beside this
+    /// command, then the dynamic linker's search]
+    #[arg(long, value_name = "PATH")]
+    plugin: Option<PathBuf>,
+}
+
+impl PluginArg {
+    fn path(&self) -> PathBuf {
+        self.plugin.clone().unwrap_or_else(abi::default_plugin)
+    }
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Print what NCCL would be told about the devices of this machine, and why others are left out
+    Devices {
+        #[command(flatten)]
+        plugin: PluginArg,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Do to the plugin all that NCCL does and may do, between processes, and check every byte
+    Contract(ContractArgs),
+    /// Ring all-reduce between processes on host memory through the plugin, every element checked
+    Demo(DemoArgs),
+    /// Latency and bandwidth between two processes through the plugin
+    Perf(PerfArgs),
+    /// NCCL itself on a GPU through a network: all_reduce, every element checked (exit status 3: no GPU or no NCCL here)
+    NcclCheck(NcclArgs),
+    /// One process of another subcommand
+    #[command(hide = true)]
+    Rank { seat: String },
+}
+
+#[derive(Debug, Args)]
+struct ContractArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Processes in the cases that take any number
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=8))]
+    procs: u8,
+    /// Message sizes in bytes
+    #[arg(long, value_delimiter = ',', value_parser = table::parse_bytes,
+          default_value = "0,1,7,8,100,4096,65535,65536,65537,1M,8M")]
+    sizes: Vec<usize>,
+    /// Largest grouped receive
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=8))]
+    groups: u8,
+    /// Seed of everything random
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Fewer rounds, nothing above 1 MiB but one message of 16 MiB
+    #[arg(long)]
+    quick: bool,
+    /// Let a software adapter see all processes as one host (otherwise SOFT_HCA_HOST is set to h0, h1, ...)
+    #[arg(long)]
+    same_host: bool,
+    /// Bound of one case in seconds
+    #[arg(long, default_value_t = 90, value_name = "S")]
+    time_limit: u64,
+    /// A rank must hear of its peer's death within this many seconds
+    #[arg(long, default_value_t = 20, value_name = "S")]
+    error_bound: u64,
+    /// Print the cases and what they are about
+    #[arg(long)]
+    list: bool,
+    /// Play only this case (may be given more than once)
+    #[arg(long, value_name = "NAME")]
+    only: Vec<String>,
+}
+
+impl ContractArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        if self.list {
+            contract::list();
+            return Ok(());
+        }
+        let most = if self.quick { 1 << 20 } else { usize::MAX };
+        let options = contract::Options {
+            plugin: self.plugin.path(),
+            dev: self.dev,
+            procs: usize::from(self.procs),
+            sizes: self.sizes.iter().copied().filter(|&size| size <= most).collect(),
+            groups: usize::from(self.groups),
+            seed: self.seed,
+            quick: self.quick,
+            same_host: self.same_host,
+            time_limit: Duration::from_secs(self.time_limit),
+            error_bound: Duration::from_secs(self.error_bound),
+        };
+        contract::run(&options, &self.only)
+    }
+}
+
+#[derive(Debug, Args)]
+struct DemoArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Processes in the ring
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=64))]
+    ranks: u8,
+    /// Smallest size
+    #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
+    min: usize,
+    /// Largest size
+    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
+    max: usize,
+    /// Operations per size (a quarter of them above 1 MiB)
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Let a software adapter see all processes as one host
+    #[arg(long)]
+    same_host: bool,
+    /// Print the plugin's log lines at the end
+    #[arg(long, short)]
+    verbose: bool,
+}
+
+impl DemoArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        let sizes = table::doubling(self.min.max(4), self.max);
+        anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
+        let iters = usize::try_from(self.iters)?;
+        let job = ring::Job { plugin: self.plugin.path(), dev: self.dev, sizes, iters };
+        ring::run(&job, usize::from(self.ranks), self.same_host, self.verbose)
+    }
+}
+
+#[derive(Debug, Args)]
+struct PerfArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Message sizes in bytes
+    #[arg(long, value_delimiter = ',', value_parser = table::parse_bytes, default_value = "8,512,4K,64K,512K,4M")]
+    sizes: Vec<usize>,
+    /// Requests in flight when streaming
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=32))]
+    depth: u8,
+    /// Index of the device to use
+    #[arg(long, default_value_t = 0)]
+    dev: i32,
+    /// Let a software adapter see both processes as one host
+    #[arg(long)]
+    same_host: bool,
+}
+
+impl PerfArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        let (sizes, depth) = (self.sizes.clone(), usize::from(self.depth));
+        perf::run(&perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth }, self.same_host)
+    }
+}
+
+#[derive(Debug, Args)]
+struct NcclArgs {
+    #[command(flatten)]
+    plugin: PluginArg,
+    /// Network that NCCL must use: RDMA is this plugin, Socket and IB are NCCL's own
+    #[arg(long, default_value = "RDMA")]
+    net: String,
+    /// Processes, all on one GPU, each a host of its own to NCCL
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(2..=8))]
+    ranks: u8,
+    /// Protocols, each in fresh processes
+    #[arg(long, value_delimiter = ',', default_value = "Simple,LL")]
+    protos: Vec<String>,
+    /// Smallest size
+    #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
+    min: usize,
+    /// Largest size
+    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
+    max: usize,
+    /// Timed operations per size
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: u32,
+    /// Index of the GPU
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// Largest number of NCCL channels
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=32))]
+    channels: u32,
+    /// How GPU data reaches the network: through host buffers, or as NCCL decides
+    #[arg(long, default_value = "host", value_parser = ["host", "auto"])]
+    gpu_path: String,
+    /// NCCL's library [default: libnccl.so.2, then libnccl.so, by the dynamic linker's search]
+    #[arg(long, value_name = "PATH")]
+    nccl: Option<PathBuf>,
+    /// Folder for NCCL's logs [default: one in the temporary folder]
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+}
+
+impl NcclArgs {
+    fn run(&self) -> anyhow::Result<()> {
+        let sizes = table::doubling(self.min.max(4), self.max);
+        anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
+        let default_dir = || std::env::temp_dir().join(format!("nccl-rdma-check-{}", std::process::id()));
+        nccl_check::run(&nccl_check::Options {
+            plugin: self.plugin.path(),
+            net: self.net.clone(),
+            ranks: usize::from(self.ranks),
+            protocols: self.protos.clone(),
+            channels: self.channels,
+            host_buffers: self.gpu_path == "host",
+            log_dir: self.log_dir.clone().unwrap_or_else(default_dir),
+            job: nccl_check::Job {
+                nccl: self.nccl.clone(),
+                device: self.device,
+                sizes,
+                iters: usize::try_from(self.iters)?,
+            },
+        })
+    }
+}
+
+/// Exit status where the machine lacks what a command needs.
+const ABSENT: u8 = 3;
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Devices { plugin, json } => devices::run(&plugin.path(), json),
+        Command::Contract(args) => args.run(),
+        Command::Demo(args) => args.run(),
+        Command::Perf(args) => args.run(),
+        Command::NcclCheck(args) => args.run(),
+        Command::Rank { seat } => {
+            return procs::rank_main(&seat, |seat, mail| match &seat.job {
+                Job::Contract(job) => contract::rank_main(job, seat, mail),
+                Job::Ring(job) => ring::rank_main(job, seat, mail),
+                Job::Perf(job) => perf::rank_main(job, seat, mail),
+                Job::Nccl(job) => nccl_check::rank_main(job, seat, mail),
+            });
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("nccl-rdma: {error:#}");
+            if error.is::<gpu::Absent>() { ExitCode::from(ABSENT) } else { ExitCode::FAILURE }
+        }
+    }
+}

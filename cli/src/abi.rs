@@ -1,0 +1,822 @@
+//! The C border: NCCL's network plugin table version 8 as the `nccl-rdma` command sees it, a loader that finds the
+//! plugin the way NCCL does, and one method per entry of the table that calls it exactly as NCCL may: stale request
+//! slots, an uninitialised `done`, argument arrays that die with the call, one `int` for the size of a send.
+//! Layouts and rules follow `net.h` and `net_v8.h` of NCCL's public sources.
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
+use std::fmt;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::ptr;
+use std::sync::Mutex;
+
+use anyhow::{Context as _, bail};
+
+/// Bytes of the handle that `listen` fills and `connect` reads.
+pub(crate) const HANDLE_BYTES: usize = 128;
+/// Receives that NCCL keeps in flight on one comm.
+pub(crate) const MAX_REQUESTS: usize = 32;
+/// Buffers in one grouped receive that this command ever asks for.
+pub(crate) const MAX_GROUP: usize = 8;
+/// Entries of the size array that NCCL hands to `test` for a receive.
+const RECV_SIZES: usize = 64;
+pub(crate) const PTR_HOST: c_int = 1;
+pub(crate) const PTR_CUDA: c_int = 2;
+pub(crate) const PTR_DMABUF: c_int = 4;
+
+pub(crate) const LOG_WARN: c_int = 2;
+pub(crate) const LOG_INFO: c_int = 3;
+
+const CANARY: c_int = 0x5ca1_ab1e;
+const POISON_INT: c_int = 0xaaaa_aaaa_u32.cast_signed();
+/// What a request slot holds before each call: a pointer that a plugin which forgets to write it would hand back.
+const STALE: usize = 0xdead_0000_0000_beef;
+
+type Logger = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, ...);
+type Code = c_int;
+type Out = *mut *mut c_void;
+
+/// `ncclNet_v8_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Table {
+    name: *const c_char,
+    init: Option<unsafe extern "C" fn(Logger) -> Code>,
+    devices: Option<unsafe extern "C" fn(*mut c_int) -> Code>,
+    get_properties: Option<unsafe extern "C" fn(c_int, *mut RawProperties) -> Code>,
+    listen: Option<unsafe extern "C" fn(c_int, *mut c_void, Out) -> Code>,
+    connect: Option<unsafe extern "C" fn(c_int, *mut c_void, Out, *mut *mut DeviceHandle) -> Code>,
+    accept: Option<unsafe extern "C" fn(*mut c_void, Out, *mut *mut DeviceHandle) -> Code>,
+    reg_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, Out) -> Code>,
+    reg_mr_dma_buf: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, u64, c_int, Out) -> Code>,
+    dereg_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void) -> Code>,
+    isend: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, c_int, *mut c_void, Out) -> Code>,
+    irecv: Option<unsafe extern "C" fn(*mut c_void, c_int, Out, *mut c_int, *mut c_int, Out, Out) -> Code>,
+    iflush: Option<unsafe extern "C" fn(*mut c_void, c_int, Out, *mut c_int, Out, Out) -> Code>,
+    test: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, *mut c_int) -> Code>,
+    close_send: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
+    close_recv: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
+    close_listen: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
+    get_device_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, Out) -> Code>,
+    irecv_consumed: Option<unsafe extern "C" fn(*mut c_void, c_int, *mut c_void) -> Code>,
+}
+
+/// `ncclNetProperties_v8_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct RawProperties {
+    name: *const c_char,
+    pci_path: *const c_char,
+    guid: u64,
+    ptr_support: c_int,
+    reg_is_global: c_int,
+    speed: c_int,
+    port: c_int,
+    latency: f32,
+    max_comms: c_int,
+    max_recvs: c_int,
+    net_device_type: c_int,
+    net_device_version: c_int,
+}
+
+/// `ncclNetDeviceHandle_v8_t`; never filled by a plugin whose device type is HOST.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct DeviceHandle {
+    net_device_type: c_int,
+    net_device_version: c_int,
+    handle: *mut c_void,
+    size: usize,
+    needs_proxy_progress: c_int,
+}
+
+const _: () = {
+    use std::mem::{offset_of, size_of};
+    assert!(size_of::<Table>() == 152);
+    assert!(offset_of!(Table, connect) == 40);
+    assert!(offset_of!(Table, isend) == 80);
+    assert!(offset_of!(Table, test) == 104);
+    assert!(offset_of!(Table, irecv_consumed) == 144);
+    assert!(size_of::<RawProperties>() == 64);
+    assert!(offset_of!(RawProperties, guid) == 16);
+    assert!(offset_of!(RawProperties, speed) == 32);
+    assert!(offset_of!(RawProperties, latency) == 40);
+    assert!(offset_of!(RawProperties, net_device_version) == 56);
+    assert!(size_of::<DeviceHandle>() == 32);
+    assert!(offset_of!(DeviceHandle, needs_proxy_progress) == 24);
+};
+
+/// What went wrong in one call.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The plugin returned this `ncclResult_t`.
+    Code { call: &'static str, code: c_int },
+    /// The plugin returned success, but broke the contract.
+    Broken { call: &'static str, what: String },
+}
+
+impl Fault {
+    fn broken(call: &'static str, what: impl Into<String>) -> Self {
+        Self::Broken { call, what: what.into() }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code { call, code } => write!(f, "{call} returned {code} ({})", result_name(*code)),
+            Self::Broken { call, what } => write!(f, "{call} broke the contract: {what}"),
+        }
+    }
+}
+
+impl std::error::Error for Fault {}
+
+/// The name of an `ncclResult_t`.
+pub(crate) fn result_name(code: c_int) -> &'static str {
+    match code {
+        0 => "ncclSuccess",
+        1 => "ncclUnhandledCudaError",
+        2 => "ncclSystemError",
+        3 => "ncclInternalError",
+        4 => "ncclInvalidArgument",
+        5 => "ncclInvalidUsage",
+        6 => "ncclRemoteError",
+        7 => "ncclInProgress",
+        8 => "ncclTimeout",
+        _ => "not an ncclResult_t",
+    }
+}
+
+macro_rules! opaque {
+    ($($(#[$doc:meta])* $name:ident),+) => { $(
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub(crate) struct $name(*mut c_void);
+        // SAFETY: NCCL creates these objects on one thread and uses them on another; the pointer is never read here.
+        unsafe impl Send for $name {}
+        // SAFETY: as above; only the plugin looks behind the pointer, and NCCL itself uses a comm from two threads.
+        unsafe impl Sync for $name {}
+    )+ };
+}
+opaque!(
+    /// What `listen` made.
+    ListenComm,
+    /// What `connect` made.
+    SendComm,
+    /// What `accept` made.
+    RecvComm,
+    /// A comm of either direction, for registration.
+    AnyComm,
+    /// What `regMr` made.
+    Memory,
+    /// What `isend`, `irecv` or `iflush` made; dead once `test` says done.
+    Request
+);
+
+impl From<SendComm> for AnyComm {
+    fn from(comm: SendComm) -> Self {
+        Self(comm.0)
+    }
+}
+
+impl From<RecvComm> for AnyComm {
+    fn from(comm: RecvComm) -> Self {
+        Self(comm.0)
+    }
+}
+
+/// The 128 bytes that a listener gives to its peer, alone in memory between canaries and always at one address.
+#[derive(Debug)]
+pub(crate) struct Handle(Box<GuardedHandle>);
+
+#[repr(C, align(16))]
+#[derive(Debug)]
+struct GuardedHandle {
+    before: [u8; 64],
+    bytes: [u8; HANDLE_BYTES],
+    after: [u8; 64],
+}
+
+impl Handle {
+    pub(crate) fn new() -> Self {
+        Self(Box::new(GuardedHandle { before: [0xc3; 64], bytes: [0; HANDLE_BYTES], after: [0x3c; 64] }))
+    }
+
+    pub(crate) fn from_wire(bytes: &[u8]) -> anyhow::Result<Self> {
+        let mut handle = Self::new();
+        handle.0.bytes = bytes.try_into().with_context(|| format!("a handle of {} bytes", bytes.len()))?;
+        Ok(handle)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0.bytes
+    }
+
+    fn guards_ok(&self, call: &'static str) -> Result<(), Fault> {
+        if self.0.before != [0xc3; 64] || self.0.after != [0x3c; 64] {
+            return Err(Fault::broken(call, "wrote outside the 128 bytes of the handle"));
+        }
+        Ok(())
+    }
+}
+
+/// Page-aligned host memory that stays mapped for the life of the process, so that a plugin which still writes to it
+/// after a close cannot corrupt the command itself.
+#[derive(Debug)]
+pub(crate) struct Buffer {
+    base: *mut u8,
+    len: usize,
+}
+
+// SAFETY: the memory is owned by this value and lives for ever; access through &self reads, through &mut self writes.
+unsafe impl Send for Buffer {}
+// SAFETY: as above.
+unsafe impl Sync for Buffer {}
+
+impl Buffer {
+    pub(crate) fn new(len: usize) -> anyhow::Result<Self> {
+        let len = len.max(1).next_multiple_of(4096);
+        let prot = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        // SAFETY: a fresh anonymous mapping; no existing memory is touched.
+        let base = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            bail!("no memory for a buffer of {len} bytes: {}", std::io::Error::last_os_error());
+        }
+        Ok(Self { base: base.cast(), len })
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: base..base+len is mapped, initialised (zero pages) and never unmapped.
+        unsafe { std::slice::from_raw_parts(self.base, self.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for bytes(); &mut self makes this the only view.
+        unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
+    }
+
+    fn at(&self, range: &Range<usize>) -> *mut c_void {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} is outside a buffer of {}", self.len);
+        self.base.wrapping_add(range.start).cast()
+    }
+}
+
+/// One buffer of a receive.
+#[derive(Clone, Debug)]
+pub(crate) struct Slot<'a> {
+    pub buffer: &'a Buffer,
+    pub range: Range<usize>,
+    pub tag: c_int,
+    pub memory: Memory,
+}
+
+/// What NCCL would be told about a device.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub(crate) struct Properties {
+    pub name: String,
+    pub pci_path: Option<String>,
+    pub guid: u64,
+    pub ptr_support: c_int,
+    pub reg_is_global: bool,
+    pub speed_mbps: c_int,
+    pub port: c_int,
+    pub latency_us: f32,
+    pub max_comms: c_int,
+    pub max_recvs: c_int,
+    pub net_device_type: c_int,
+    pub net_device_version: c_int,
+}
+
+/// One line that the plugin gave to NCCL's logger.
+#[derive(Clone, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct LogLine {
+    pub level: c_int,
+    pub text: String,
+}
+
+impl fmt::Display for LogLine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let level = match self.level {
+            LOG_WARN => "WARN",
+            LOG_INFO => "INFO",
+            5 => "TRACE",
+            _ => "NOTE",
+        };
+        write!(f, "{level} {}", self.text)
+    }
+}
+
+static LOG: Mutex<Vec<LogLine>> = Mutex::new(Vec::new());
+
+/// The lines logged so far, taken out.
+pub(crate) fn take_log() -> Vec<LogLine> {
+    std::mem::take(&mut *LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner))
+}
+
+/// NCCL's logger is variadic. Stable Rust cannot define such a function, but on the 64-bit Linux ABIs the first
+/// variadic pointer arrives where a sixth ordinary one would; formats other than `%s` are shown as they are.
+unsafe extern "C" fn log(
+    level: c_int,
+    _flags: c_ulong,
+    _file: *const c_char,
+    _line: c_int,
+    format: *const c_char,
+    first: *const c_char,
+) {
+    if format.is_null() {
+        return;
+    }
+    // SAFETY: the caller passes a C string as the format.
+    let format = unsafe { CStr::from_ptr(format) };
+    let text = if format == c"%s" && !first.is_null() {
+        // SAFETY: `%s` promises that the first variadic argument is a C string.
+        unsafe { CStr::from_ptr(first) }
+    } else {
+        format
+    };
+    let line = LogLine { level, text: text.to_string_lossy().trim_end().to_owned() };
+    if let Ok(mut lines) = LOG.lock() {
+        lines.push(line);
+    }
+}
+
+/// The plugin, loaded. One per process, as in NCCL.
+pub(crate) struct Plugin {
+    table: Table,
+    path: PathBuf,
+    name: String,
+    _library: libloading::Library,
+}
+
+impl fmt::Debug for Plugin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plugin").field("name", &self.name).field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+// SAFETY: the table is plain data that never changes; NCCL calls its functions from several threads.
+unsafe impl Send for Plugin {}
+// SAFETY: as above.
+unsafe impl Sync for Plugin {}
+
+/// The plugin to load when none is named: the one installed beside this executable, else by the linker's search.
+pub(crate) fn default_plugin() -> PathBuf {
+    let name = "libnccl-net-rdma.so";
+    let beside = std::env::current_exe().ok().and_then(|exe| Some(exe.parent()?.parent()?.join("lib").join(name)));
+    beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from(name))
+}
+
+fn open(path: &OsStr) -> Result<libloading::Library, libloading::Error> {
+    use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+    // SAFETY: running the constructors of a plugin that the user named is what this command is for.
+    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Into::into)
+}
+
+macro_rules! entry {
+    ($self:ident . $field:ident) => {
+        $self.table.$field.ok_or_else(|| Fault::broken(stringify!($field), "the entry of the table is NULL"))?
+    };
+}
+
+fn checked(call: &'static str, code: c_int) -> Result<(), Fault> {
+    match code {
+        0 => Ok(()),
+        7 => Err(Fault::broken(call, "returned ncclInProgress; 'again' is success with a NULL object")),
+        code => Err(Fault::Code { call, code }),
+    }
+}
+
+impl Plugin {
+    /// dlopen as NCCL does it: the text as given, then `libnccl-net-TEXT.so` where the text is a bare word.
+    pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
+        let text = path.as_os_str();
+        let bare = !text.to_string_lossy().contains('/');
+        let library = match open(text) {
+            Err(_) if bare => {
+                let long = format!("libnccl-net-{}.so", text.to_string_lossy());
+                open(OsStr::new(&long)).with_context(|| format!("neither {} nor {long} can be loaded", path.display()))
+            }
+            opened => opened.with_context(|| format!("the plugin {} cannot be loaded", path.display())),
+        }?;
+        // SAFETY: the symbol is a data object of the type that NCCL's net_v8.h gives it.
+        let symbol = unsafe { library.get::<*const Table>(c"ncclNetPlugin_v8".to_bytes_with_nul()) }
+            .with_context(|| format!("{} exports no ncclNetPlugin_v8", path.display()))?;
+        // SAFETY: as above; the object is constant and lives as long as the library, which is kept.
+        let table = unsafe { ptr::read(*symbol) };
+        if table.name.is_null() {
+            bail!("{}: the name in the table is NULL; NCCL reads it before init", path.display());
+        }
+        // SAFETY: not NULL, and by contract a C string that lives as long as the library.
+        let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
+        Ok(Self { table, path: path.to_owned(), name, _library: library })
+    }
+
+    /// The name that `NCCL_NET` selects.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Entries that must be there and are not; entries that must be NULL and are not.
+    pub(crate) fn table_faults(&self) -> Vec<&'static str> {
+        let t = &self.table;
+        let needed = [
+            (t.init.is_some(), "init is NULL"),
+            (t.devices.is_some(), "devices is NULL"),
+            (t.get_properties.is_some(), "getProperties is NULL"),
+            (t.listen.is_some(), "listen is NULL"),
+            (t.connect.is_some(), "connect is NULL"),
+            (t.accept.is_some(), "accept is NULL"),
+            (t.reg_mr.is_some(), "regMr is NULL"),
+            (t.dereg_mr.is_some(), "deregMr is NULL"),
+            (t.isend.is_some(), "isend is NULL"),
+            (t.irecv.is_some(), "irecv is NULL"),
+            (t.iflush.is_some(), "iflush is NULL"),
+            (t.test.is_some(), "test is NULL"),
+            (t.close_send.is_some(), "closeSend is NULL"),
+            (t.close_recv.is_some(), "closeRecv is NULL"),
+            (t.close_listen.is_some(), "closeListen is NULL"),
+            (t.irecv_consumed.is_none(), "irecvConsumed is set: NCCL would call it with requests that test has freed"),
+        ];
+        needed.iter().filter(|(ok, _)| !ok).map(|(_, what)| *what).collect()
+    }
+
+    pub(crate) fn init(&self) -> Result<(), Fault> {
+        let init = entry!(self.init);
+        type Fixed = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
+        // SAFETY: see `log`: on 64-bit Linux a variadic call with one pointer looks like this function's own call.
+        let logger = unsafe { std::mem::transmute::<Fixed, Logger>(log) };
+        // SAFETY: the entry's type is that of net_v8.h; the logger lives for ever.
+        checked("init", unsafe { init(logger) })
+    }
+
+    pub(crate) fn devices(&self) -> Result<c_int, Fault> {
+        let devices = entry!(self.devices);
+        let mut count = POISON_INT;
+        // SAFETY: one int to write.
+        checked("devices", unsafe { devices(&raw mut count) })?;
+        if count == POISON_INT || count < 0 {
+            return Err(Fault::broken("devices", format!("a device count of {count}")));
+        }
+        Ok(count)
+    }
+
+    pub(crate) fn properties(&self, dev: c_int) -> Result<Properties, Fault> {
+        let get = entry!(self.get_properties);
+        // NCCL does not clear the structure either: what a plugin leaves out is garbage there too.
+        let mut raw = RawProperties {
+            name: ptr::null(),
+            pci_path: ptr::null(),
+            guid: 0xaaaa_aaaa_aaaa_aaaa,
+            ptr_support: POISON_INT,
+            reg_is_global: POISON_INT,
+            speed: POISON_INT,
+            port: POISON_INT,
+            latency: f32::NAN,
+            max_comms: POISON_INT,
+            max_recvs: POISON_INT,
+            net_device_type: POISON_INT,
+            net_device_version: POISON_INT,
+        };
+        // SAFETY: one structure of the right layout to fill.
+        checked("getProperties", unsafe { get(dev, &raw mut raw) })?;
+        if raw.name.is_null() {
+            return Err(Fault::broken("getProperties", "the name is NULL"));
+        }
+        let ints = [raw.ptr_support, raw.reg_is_global, raw.speed, raw.port, raw.max_comms, raw.max_recvs];
+        if ints.contains(&POISON_INT) || raw.net_device_type == POISON_INT || raw.latency.is_nan() {
+            return Err(Fault::broken("getProperties", "left a field unwritten"));
+        }
+        // SAFETY: not NULL, by contract a C string that outlives the call.
+        let name = unsafe { CStr::from_ptr(raw.name) };
+        let pci_path = (!raw.pci_path.is_null()).then(|| {
+            // SAFETY: as for the name.
+            unsafe { CStr::from_ptr(raw.pci_path) }.to_string_lossy().into_owned()
+        });
+        Ok(Properties {
+            name: name.to_string_lossy().into_owned(),
+            pci_path,
+            guid: raw.guid,
+            ptr_support: raw.ptr_support,
+            reg_is_global: raw.reg_is_global != 0,
+            speed_mbps: raw.speed,
+            port: raw.port,
+            latency_us: raw.latency,
+            max_comms: raw.max_comms,
+            max_recvs: raw.max_recvs,
+            net_device_type: raw.net_device_type,
+            net_device_version: raw.net_device_version,
+        })
+    }
+
+    pub(crate) fn listen(&self, dev: c_int) -> Result<(Handle, ListenComm), Fault> {
+        let listen = entry!(self.listen);
+        let mut handle = Handle::new();
+        let mut comm = ptr::null_mut();
+        // SAFETY: 128 bytes and one pointer to write.
+        checked("listen", unsafe { listen(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm) })?;
+        handle.guards_ok("listen")?;
+        if comm.is_null() {
+            return Err(Fault::broken("listen", "success with a NULL comm; listen must be immediate"));
+        }
+        Ok((handle, ListenComm(comm)))
+    }
+
+    /// One call of connect. None: call again, with the same handle.
+    pub(crate) fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
+        let connect = entry!(self.connect);
+        let mut comm = ptr::null_mut();
+        let mut device = ptr::null_mut();
+        // SAFETY: the handle's bytes stay at one address between calls; two pointers to write.
+        let code = unsafe { connect(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm, &raw mut device) };
+        handle.guards_ok("connect")?;
+        Self::connected("connect", code, comm, device).map(|comm| comm.map(SendComm))
+    }
+
+    /// As [`Plugin::connect`], with NULL for the device handle, as NCCL's probe for GPU memory does it.
+    pub(crate) fn connect_plain(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
+        let connect = entry!(self.connect);
+        let mut comm = ptr::null_mut();
+        // SAFETY: as in connect; the device handle pointer may be NULL.
+        let code = unsafe { connect(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm, ptr::null_mut()) };
+        handle.guards_ok("connect")?;
+        Self::connected("connect", code, comm, ptr::null_mut()).map(|comm| comm.map(SendComm))
+    }
+
+    /// One call of accept. None: call again.
+    pub(crate) fn accept(&self, listener: ListenComm) -> Result<Option<RecvComm>, Fault> {
+        let accept = entry!(self.accept);
+        let mut comm = ptr::null_mut();
+        let mut device = ptr::null_mut();
+        // SAFETY: a listener of this plugin that is still open; two pointers to write.
+        let code = unsafe { accept(listener.0, &raw mut comm, &raw mut device) };
+        Self::connected("accept", code, comm, device).map(|comm| comm.map(RecvComm))
+    }
+
+    fn connected(
+        call: &'static str,
+        code: c_int,
+        comm: *mut c_void,
+        device: *mut DeviceHandle,
+    ) -> Result<Option<*mut c_void>, Fault> {
+        if code != 0 && !comm.is_null() {
+            return Err(Fault::broken(call, format!("returned {code} and a comm; NCCL would close it twice")));
+        }
+        checked(call, code)?;
+        if !device.is_null() {
+            return Err(Fault::broken(call, "a device handle although the device type is HOST"));
+        }
+        Ok((!comm.is_null()).then_some(comm))
+    }
+
+    pub(crate) fn reg_mr(
+        &self,
+        comm: impl Into<AnyComm>,
+        buffer: &Buffer,
+        range: Range<usize>,
+    ) -> Result<Memory, Fault> {
+        let reg_mr = entry!(self.reg_mr);
+        let mut memory = ptr::null_mut();
+        let data = buffer.at(&range);
+        // SAFETY: an open comm; the range is mapped memory that is never unmapped.
+        checked("regMr", unsafe { reg_mr(comm.into().0, data, range.len(), PTR_HOST, &raw mut memory) })?;
+        Ok(Memory(memory))
+    }
+
+    pub(crate) fn dereg_mr(&self, comm: impl Into<AnyComm>, memory: Memory) -> Result<(), Fault> {
+        let dereg_mr = entry!(self.dereg_mr);
+        // SAFETY: an open comm and a registration made on it.
+        checked("deregMr", unsafe { dereg_mr(comm.into().0, memory.0) })
+    }
+
+    fn posted(call: &'static str, code: c_int, request: *mut c_void) -> Result<Option<Request>, Fault> {
+        checked(call, code)?;
+        if request.addr() == STALE {
+            return Err(Fault::broken(call, "left the stale request in its slot; NCCL would test a freed request"));
+        }
+        Ok((!request.is_null()).then_some(Request(request)))
+    }
+
+    /// None: again later.
+    pub(crate) fn isend(
+        &self,
+        comm: SendComm,
+        buffer: &Buffer,
+        range: Range<usize>,
+        tag: c_int,
+        memory: Memory,
+    ) -> Result<Option<Request>, Fault> {
+        let isend = entry!(self.isend);
+        let mut request = ptr::without_provenance_mut(STALE);
+        let size = int(range.len());
+        let data = buffer.at(&range);
+        // SAFETY: an open comm; registered memory that is never unmapped; one pointer to write.
+        let code = unsafe { isend(comm.0, data, size, tag, memory.0, &raw mut request) };
+        Self::posted("isend", code, request)
+    }
+
+    /// None: again later. The argument arrays are overwritten as soon as the call is over.
+    pub(crate) fn irecv(&self, comm: RecvComm, slots: &[Slot<'_>]) -> Result<Option<Request>, Fault> {
+        let irecv = entry!(self.irecv);
+        let mut args = Arguments::new(slots);
+        for (size, slot) in args.sizes.iter_mut().zip(slots) {
+            *size = int(slot.range.len());
+        }
+        let mut request = ptr::without_provenance_mut(STALE);
+        // SAFETY: an open comm; n entries in each array; registered memory that is never unmapped.
+        let code = unsafe {
+            irecv(
+                comm.0,
+                int(slots.len()),
+                args.data.as_mut_ptr(),
+                args.sizes.as_mut_ptr(),
+                args.tags.as_mut_ptr(),
+                args.memory.as_mut_ptr(),
+                &raw mut request,
+            )
+        };
+        args.poison();
+        Self::posted("irecv", code, request)
+    }
+
+    /// None: there is nothing to flush, or it is done already.
+    pub(crate) fn iflush(&self, comm: RecvComm, slots: &[Slot<'_>], sizes: &[usize]) -> Result<Option<Request>, Fault> {
+        let iflush = entry!(self.iflush);
+        let mut args = Arguments::new(slots);
+        for (to, size) in args.sizes.iter_mut().zip(sizes) {
+            *to = int(*size);
+        }
+        let mut request = ptr::without_provenance_mut(STALE);
+        // SAFETY: an open comm; n entries in each array; memory of a receive that has completed.
+        let code = unsafe {
+            iflush(
+                comm.0,
+                int(slots.len()),
+                args.data.as_mut_ptr(),
+                args.sizes.as_mut_ptr(),
+                args.memory.as_mut_ptr(),
+                &raw mut request,
+            )
+        };
+        args.poison();
+        Self::posted("iflush", code, request)
+    }
+
+    fn test(&self, request: Request, sizes: *mut c_int) -> Result<bool, Fault> {
+        let test = entry!(self.test);
+        let mut done = POISON_INT;
+        // SAFETY: a request that has not been reported done; one int for done; sizes as its caller says.
+        checked("test", unsafe { test(request.0, &raw mut done, sizes) })?;
+        match done {
+            0 => Ok(false),
+            1 => Ok(true),
+            POISON_INT => Err(Fault::broken("test", "did not write *done; NCCL's variable is uninitialised")),
+            other => Err(Fault::broken("test", format!("wrote {other} to *done"))),
+        }
+    }
+
+    /// Tests a send. NCCL passes the address of a single int, here between canaries.
+    pub(crate) fn test_send(&self, request: Request) -> Result<Option<SendSize>, Fault> {
+        let mut stack = [CANARY; 32];
+        stack[8] = POISON_INT;
+        let done = self.test(request, stack[8..].as_mut_ptr())?;
+        let size = std::mem::replace(&mut stack[8], CANARY);
+        if stack != [CANARY; 32] {
+            return Err(Fault::broken("test", "wrote more than one size for a send"));
+        }
+        let size = if size == POISON_INT { SendSize::Unwritten } else { SendSize::Bytes(size) };
+        Ok(done.then_some(size))
+    }
+
+    /// Tests a receive of n buffers: their sizes once it is done.
+    pub(crate) fn test_recv(&self, request: Request, n: usize) -> Result<Option<[usize; MAX_GROUP]>, Fault> {
+        // NCCL's array is zeroed; the words around it are not its own.
+        let mut stack = [CANARY; RECV_SIZES + 16];
+        stack[8..8 + RECV_SIZES].fill(0);
+        let done = self.test(request, stack[8..].as_mut_ptr())?;
+        if stack[..8] != [CANARY; 8] || stack[8 + RECV_SIZES..] != [CANARY; 8] {
+            return Err(Fault::broken("test", "wrote outside the array of sizes"));
+        }
+        if stack[8 + n..8 + RECV_SIZES].iter().any(|&size| size != 0) {
+            return Err(Fault::broken("test", format!("wrote more than {n} sizes for a receive of {n} buffers")));
+        }
+        let mut sizes = [0; MAX_GROUP];
+        for (to, &from) in sizes.iter_mut().zip(&stack[8..8 + n]) {
+            *to = usize::try_from(from).map_err(|_| Fault::broken("test", format!("a received size of {from}")))?;
+        }
+        Ok(done.then_some(sizes))
+    }
+
+    /// Tests with NULL for the sizes, as NCCL does for flushes and in its bootstrap.
+    pub(crate) fn test_plain(&self, request: Request) -> Result<bool, Fault> {
+        self.test(request, ptr::null_mut())
+    }
+
+    pub(crate) fn close_send(&self, comm: Option<SendComm>) -> Result<(), Fault> {
+        let close = entry!(self.close_send);
+        // SAFETY: an open comm that is not used again, or NULL, which NCCL passes after a failed connect.
+        checked("closeSend", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
+    }
+
+    pub(crate) fn close_recv(&self, comm: Option<RecvComm>) -> Result<(), Fault> {
+        let close = entry!(self.close_recv);
+        // SAFETY: as in close_send.
+        checked("closeRecv", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
+    }
+
+    pub(crate) fn close_listen(&self, comm: Option<ListenComm>) -> Result<(), Fault> {
+        let close = entry!(self.close_listen);
+        // SAFETY: as in close_send.
+        checked("closeListen", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
+    }
+}
+
+/// What `test` wrote as the size of a completed send.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SendSize {
+    Unwritten,
+    Bytes(c_int),
+}
+
+/// The arrays of irecv and iflush, dead with the call.
+struct Arguments {
+    data: [*mut c_void; MAX_GROUP],
+    sizes: [c_int; MAX_GROUP],
+    tags: [c_int; MAX_GROUP],
+    memory: [*mut c_void; MAX_GROUP],
+}
+
+impl Arguments {
+    fn new(slots: &[Slot<'_>]) -> Self {
+        assert!(slots.len() <= MAX_GROUP);
+        let mut args = Self {
+            data: [ptr::null_mut(); MAX_GROUP],
+            sizes: [0; MAX_GROUP],
+            tags: [0; MAX_GROUP],
+            memory: [ptr::null_mut(); MAX_GROUP],
+        };
+        for (i, slot) in slots.iter().enumerate() {
+            args.data[i] = slot.buffer.at(&slot.range);
+            args.tags[i] = slot.tag;
+            args.memory[i] = slot.memory.0;
+        }
+        args
+    }
+
+    fn poison(&mut self) {
+        self.data.fill(ptr::without_provenance_mut(STALE));
+        self.sizes.fill(c_int::MIN);
+        self.tags.fill(c_int::MIN);
+        self.memory.fill(ptr::without_provenance_mut(STALE));
+        // Keeps the stores: a plugin that still looks at the arrays must see the poison.
+        std::hint::black_box(self);
+    }
+}
+
+/// Sizes are `int` in version 8; no buffer of this command comes near that limit.
+fn int(n: usize) -> c_int {
+    c_int::try_from(n).unwrap_or(c_int::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handle_keeps_its_bytes_and_sees_overruns() {
+        let mut handle = Handle::from_wire(&[7; HANDLE_BYTES]).unwrap();
+        assert_eq!(handle.bytes(), [7; HANDLE_BYTES]);
+        handle.guards_ok("connect").unwrap();
+        handle.0.after[0] = 0;
+        assert!(handle.guards_ok("connect").is_err());
+        assert!(Handle::from_wire(&[0; 5]).is_err());
+    }
+
+    #[test]
+    fn stale_request_is_a_broken_contract() {
+        let stale = ptr::without_provenance_mut(STALE);
+        assert!(matches!(Plugin::posted("isend", 0, stale), Err(Fault::Broken { .. })));
+        assert!(Plugin::posted("isend", 0, ptr::null_mut()).unwrap().is_none());
+        assert!(matches!(Plugin::posted("isend", 6, stale), Err(Fault::Code { code: 6, .. })));
+    }
+
+    #[test]
+    fn in_progress_and_error_with_comm_are_broken_contracts() {
+        assert!(matches!(checked("accept", 7), Err(Fault::Broken { .. })));
+        let comm = ptr::without_provenance_mut(8);
+        assert!(matches!(Plugin::connected("connect", 2, comm, ptr::null_mut()), Err(Fault::Broken { .. })));
+    }
+
+    #[test]
+    fn missing_plugin_is_a_clear_error() {
+        let error = format!("{:#}", Plugin::load(Path::new("/nonexistent/libnccl-net-x.so")).unwrap_err());
+        assert!(error.contains("/nonexistent/libnccl-net-x.so: cannot open"), "the linker's own words: {error}");
+        let error = format!("{:#}", Plugin::load(Path::new("no-such-word")).unwrap_err());
+        assert!(error.contains("libnccl-net-no-such-word.so"), "{error}");
+    }
+}

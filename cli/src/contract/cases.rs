@@ -1,0 +1,526 @@
+//! The cases in which everything goes well: what devices say, and traffic of every shape.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail, ensure};
+
+use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
+use super::{Case, Rank, Ranks};
+use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, RecvComm, SendComm, Slot};
+use crate::wire::{self, Link};
+
+pub(super) fn all() -> Vec<Case> {
+    use Ranks::{Any, One, Two};
+    vec![
+        Case::new("table", "every entry that NCCL calls is there, none that it must not call", One, table),
+        Case::new("properties", "init, devices and getProperties again and again: sane and stable", One, properties),
+        Case::new("self", "a process connects to itself, no device handle asked for, and sends", One, itself),
+        Case::new("ring", "a ring of processes: all sizes, send and receive at once", Any, ring),
+        Case::new("all-pairs", "every process to every other, both directions at once", Any, all_pairs),
+        Case::new("sizes", "every size between two processes, three rounds", Two, sizes),
+        Case::new("large", "64 MiB once (16 MiB with --quick)", Two, large),
+        Case::new("zero-bytes", "empty sends between full ones, and into empty receives", Two, zero_bytes),
+        Case::new("short-sends", "sends shorter than their receives: exact size, nothing behind it", Two, short_sends),
+        Case::new("long-sends", "sends longer than their receives: cut to the posted size", Two, long_sends),
+        Case::new("sizes-null", "test with NULL for the sizes", Two, sizes_null),
+        Case::new("test-order", "requests tested newest first", Two, test_order),
+        Case::new("send-first", "isend long before any receive: NULL, or kept and right", Two, send_first),
+        Case::new("tags", "receives of one buffer, sends in another order of tags", Two, tags),
+        Case::new("groups-1", "grouped receives of 1", Two, groups::<1>),
+        Case::new(
+            "groups-2",
+            "grouped receives of 2, sends in any order and mixed with later groups",
+            Two,
+            groups::<2>,
+        ),
+        Case::new("groups-3", "the same with 3", Two, groups::<3>),
+        Case::new("groups-4", "the same with 4", Two, groups::<4>),
+        Case::new("groups-5", "the same with 5", Two, groups::<5>),
+        Case::new("groups-6", "the same with 6", Two, groups::<6>),
+        Case::new("groups-7", "the same with 7", Two, groups::<7>),
+        Case::new("groups-8", "the same with 8", Two, groups::<8>),
+        Case::new("groups-one-tag", "groups whose buffers all have one tag: filled in order", Two, groups_one_tag),
+        Case::new("receives-32", "32 receives outstanding, of largest groups, before the first send", Two, receives_32),
+        Case::new("two-ways", "large transfers in both directions at once", Two, two_ways),
+        Case::new("iflush", "iflush for completed receives; a NULL request means done", Two, iflush),
+        Case::new("many-connections", "16 connections between two processes, mixed", Two, many_connections),
+        Case::new("random", "random sizes, groups, tags and truncations from the seed", Any, random),
+        Case::new(
+            "mr-two-comms",
+            "one range registered on two comms, released on one, used on the other",
+            Two,
+            mr_two_comms,
+        ),
+        Case::new(
+            "mr-while-sending",
+            "registration on a second thread while the first one sends",
+            Two,
+            mr_while_sending,
+        ),
+        Case::new(
+            "connect-while-sending",
+            "new connections on one thread, traffic on another",
+            Two,
+            connect_while_sending,
+        ),
+    ]
+}
+
+fn table(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let faults = rank.plugin.table_faults();
+    ensure!(faults.is_empty(), "{}", faults.join("; "));
+    Ok(())
+}
+
+fn properties(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let read = || -> anyhow::Result<Vec<_>> {
+        (0..rank.plugin.devices()?).map(|dev| Ok(rank.plugin.properties(dev)?)).collect()
+    };
+    let first = read()?;
+    for _ in 0..3 {
+        rank.plugin.init().context("a repeated init")?;
+        ensure!(read()? == first && read()? == first, "devices or their properties have changed");
+    }
+    for (dev, p) in first.iter().enumerate() {
+        let what = format!("device {dev} ({})", p.name);
+        ensure!(!p.name.is_empty(), "{what}: no name");
+        ensure!(first.iter().filter(|q| q.name == p.name).count() == 1, "{what}: NCCL merges devices of one name");
+        let same_port = first.iter().filter(|q| (q.guid, q.port) == (p.guid, p.port)).count();
+        ensure!(same_port == 1, "{what}: guid and port of another device");
+        ensure!(p.speed_mbps > 0, "{what}: speed {}", p.speed_mbps);
+        ensure!(p.ptr_support & PTR_HOST != 0, "{what}: no host memory");
+        ensure!(p.max_recvs >= 1 && p.max_comms >= 1, "{what}: no room for comms or receives");
+        ensure!(p.latency_us >= 0.0, "{what}: latency {}", p.latency_us);
+        ensure!(p.net_device_type == 0, "{what}: device type {} needs offload", p.net_device_type);
+        if let Some(path) = p.pci_path.as_deref().filter(|path| std::path::Path::new(path).exists()) {
+            let bus = path.rsplit('/').next().unwrap_or_default();
+            ensure!(bus.len() < 16, "{what}: the end of {path} does not fit NCCL's 16 bytes of bus id");
+        }
+    }
+    Ok(())
+}
+
+fn itself(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (plugin, dev) = (rank.plugin, rank.options.dev);
+    let (mut handle, listener) = plugin.listen(dev)?;
+    let (mut send, mut recv) = (None, None);
+    while send.is_none() || recv.is_none() {
+        if send.is_none() {
+            send = plugin.connect_plain(dev, &mut handle)?;
+        }
+        if recv.is_none() {
+            recv = wire::accept_once(plugin, listener)?;
+        }
+        ensure!(Instant::now() < rank.deadline, "connect or accept to itself still NULL");
+        thread::yield_now();
+    }
+    plugin.close_listen(Some(listener))?;
+    let (send, recv) = (send.context("no comm")?, recv.context("no comm")?);
+    let mut out = vec![Outgoing::new(send, 0, 1)?];
+    let mut inn = vec![Incoming::new(recv, 0, 1)?];
+    rank.exchange(&mut out, &mut inn, &Flow::plain(&small(rank), 0), Manner::default())?;
+    rank.close(out, inn)
+}
+
+/// The sizes up to 1 MiB.
+fn small(rank: &Rank<'_>) -> Vec<usize> {
+    rank.options.sizes.iter().copied().filter(|&s| s <= 1 << 20).collect()
+}
+
+fn ring(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (me, n) = (rank.rank, rank.ranks);
+    let (next, previous) = ((me + 1) % n, (me + n - 1) % n);
+    let (mut out, mut inn) = rank.connect(&[Link::new(next, "ring")], &[Link::new(previous, "ring")])?;
+    let sizes = rank.options.sizes.clone();
+    for _ in 0..2 {
+        let mut sends = [(&mut out[0], Flow::plain(&sizes, tag(me)))];
+        let mut recvs = [(&mut inn[0], Flow::plain(&sizes, tag(previous)))];
+        exchange(rank.plugin, &mut sends, &mut recvs, Manner::default(), rank.deadline)?;
+    }
+    rank.close(out, inn)
+}
+
+/// NCCL's tag is the rank of the sender.
+fn tag(rank: usize) -> i32 {
+    i32::try_from(rank).unwrap_or(0)
+}
+
+fn pairs(rank: &Rank<'_>) -> (Vec<Link>, Vec<Link>) {
+    let me = rank.rank;
+    let others = || (0..rank.ranks).filter(move |&r| r != me);
+    let to = others().map(|r| Link::new(r, format!("{me}>{r}"))).collect();
+    (to, others().map(|r| Link::new(r, format!("{r}>{me}"))).collect())
+}
+
+fn all_pairs(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (to, from) = pairs(rank);
+    let (mut out, mut inn) = rank.connect(&to, &from)?;
+    let sizes = small(rank);
+    for _ in 0..2 {
+        let mut sends: Vec<_> = out.iter_mut().map(|lane| (lane, Flow::plain(&sizes, tag(rank.rank)))).collect();
+        let flows = from.iter().map(|link| Flow::plain(&sizes, tag(link.peer)));
+        let mut recvs: Vec<_> = inn.iter_mut().zip(flows).collect();
+        exchange(rank.plugin, &mut sends, &mut recvs, Manner::default(), rank.deadline)?;
+    }
+    rank.close(out, inn)
+}
+
+/// Connects one way, moves the flows one after the other, closes.
+fn play(rank: &mut Rank<'_>, flows: &[Flow], manner: Manner) -> anyhow::Result<()> {
+    let (mut out, mut inn) = rank.one_way()?;
+    for flow in flows {
+        rank.exchange(&mut out, &mut inn, flow, manner)?;
+    }
+    rank.close(out, inn)
+}
+
+fn sizes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = Flow::plain(&rank.options.sizes, 0);
+    play(rank, &[flow.clone(), flow.clone(), flow], Manner::default())
+}
+
+fn large(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let size = if rank.options.quick { 16 << 20 } else { 64 << 20 };
+    play(rank, &[Flow::plain(&[size], 0)], Manner::default())
+}
+
+fn zero_bytes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let pairs =
+        [(0, 0), (0, 4096), (100, 100), (0, 1 << 20), (0, 0), (0, 8), (65536, 65536), (0, 65536), (1, 1), (0, 1)];
+    let empty = [(0, 0); 40];
+    play(rank, &[Flow::sized(&pairs, 0), Flow::sized(&empty, 0), Flow::sized(&pairs, 0)], Manner::default())
+}
+
+fn short_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let posted = small(rank).into_iter().filter(|&cap| cap > 0);
+    let pairs: Vec<_> =
+        posted.flat_map(|cap| [(cap / 2, cap), (cap.saturating_sub(1), cap), (cap.min(1), cap)]).collect();
+    play(rank, &[Flow::sized(&pairs, 3)], Manner::default())
+}
+
+fn long_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let pairs = [(8, 7), (100, 0), (4096, 100), (65537, 65536), (65536, 1), (1 << 20, 65537), (1 << 20, 4096)];
+    play(rank, &[Flow::sized(&pairs, 3), Flow::sized(&pairs, 4)], Manner::default())
+}
+
+fn sizes_null(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = Flow::plain(&small(rank), 0);
+    play(rank, &[flow], Manner { sizes_null: true, ..Manner::default() })
+}
+
+fn test_order(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = Flow::plain(&[100, 65536, 8, 1 << 20, 0, 4096].repeat(6), 0);
+    play(rank, &[flow], Manner { reverse: true, depth: 16, ..Manner::default() })
+}
+
+fn send_first(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = Flow::plain(&[100, 0, 65536, 1 << 20, 8], 0);
+    play(rank, &[flow], Manner { late_recv: Duration::from_millis(100), ..Manner::default() })
+}
+
+fn tags(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let mut flow = Flow::default();
+    let mut random = rank.random(0, 1, 1);
+    for i in 0..rank.rounds(64) {
+        let msg = Msg { len: [8, 0, 4096, 100, 65537][i % 5], tag: [7, -1, 0, i32::MAX][random.below(4)] };
+        flow.recvs.push(vec![msg]);
+        flow.sends.push(msg);
+    }
+    random.shuffle(&mut flow.sends);
+    // A tag's sends take its receives in order, whatever their sizes: make room for any.
+    for slot in flow.recvs.iter_mut().flatten() {
+        slot.len = 65537;
+    }
+    play(rank, &[flow], Manner::default())
+}
+
+/// Groups of n with a tag per buffer; sends of all groups shuffled among each other.
+fn grouped(rank: &Rank<'_>, n: usize, groups: usize, round: usize) -> Flow {
+    let mut random = rank.random(0, n, round);
+    let mut flow = Flow::default();
+    for _ in 0..groups {
+        let sizes = [0, 1, 7, 8, 100, 4096, 65535, 65537];
+        let pick = |random: &mut Random| sizes[random.below(sizes.len())];
+        let group: Vec<_> = (0..n).map(|i| Msg { len: pick(&mut random), tag: 10 + tag(i) }).collect();
+        flow.sends.extend(group.iter().map(|slot| Msg { len: pick(&mut random), tag: slot.tag }));
+        flow.recvs.push(group);
+    }
+    if round > 0 {
+        random.shuffle(&mut flow.sends);
+    }
+    flow
+}
+
+fn groups<const N: usize>(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    if N > rank.max_group() {
+        return rank.skip(&format!("groups of up to {} are taken", rank.max_group()));
+    }
+    let flows: Vec<_> = (0..3).map(|round| grouped(rank, N, rank.rounds(24), round)).collect();
+    play(rank, &flows, Manner::default())
+}
+
+fn groups_one_tag(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let n = rank.max_group();
+    let mut flow = grouped(rank, n, rank.rounds(16), 0);
+    flow.sends.iter_mut().chain(flow.recvs.iter_mut().flatten()).for_each(|msg| msg.tag = 5);
+    play(rank, &[flow], Manner::default())
+}
+
+fn receives_32(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = grouped(rank, rank.max_group(), 2 * MAX_REQUESTS, 1);
+    let manner = Manner { depth: 2 * MAX_REQUESTS, ..Manner::default() };
+    let (mut out, mut inn) = rank.one_way()?;
+    if rank.rank == 0 {
+        // Not before the other side has counted its receives.
+        rank.barrier()?;
+        rank.exchange(&mut out, &mut inn, &flow, manner)?;
+    } else {
+        let mut run = RecvRun::new(rank.plugin, &mut inn[0], &flow, manner)?;
+        while run.in_flight() < MAX_REQUESTS {
+            run.post()?;
+            ensure!(
+                Instant::now() < rank.error_deadline().min(rank.deadline),
+                "irecv gives NULL with only {} receives outstanding; NCCL may have {MAX_REQUESTS}",
+                run.in_flight()
+            );
+            if run.in_flight() < MAX_REQUESTS {
+                thread::yield_now();
+            }
+        }
+        rank.barrier()?;
+        while !run.done() {
+            run.step()?;
+            ensure!(Instant::now() < rank.deadline, "time is up, waits for {:?}", run.waits_for());
+            thread::yield_now();
+        }
+        run.check()?;
+    }
+    rank.close(out, inn)
+}
+
+fn two_ways(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (mut out, mut inn) = rank.both_ways()?;
+    let size = if rank.options.quick { 1 << 20 } else { 8 << 20 };
+    let flow = Flow::plain(&[size, 65537, size, 0, size], 0);
+    rank.exchange(&mut out, &mut inn, &flow, Manner::default())?;
+    rank.close(out, inn)
+}
+
+fn iflush(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let manner = Manner { flush: true, ..Manner::default() };
+    let flows = [Flow::plain(&small(rank), 0), grouped(rank, rank.max_group(), 16, 1)];
+    play(rank, &flows, manner)
+}
+
+fn many_connections(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let links: Vec<_> = (0..16).map(|i| Link::new(1 - rank.rank, format!("many {i}"))).collect();
+    let (mut out, mut inn) = rank.connect(&links, &links)?;
+    rank.exchange(&mut out, &mut inn, &Flow::plain(&[8, 65536, 0, 100, 4096], 0), Manner::default())?;
+    rank.close(out, inn)
+}
+
+fn random(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (to, from) = pairs(rank);
+    let (mut out, mut inn) = rank.connect(&to, &from)?;
+    for round in 1..=rank.rounds(16) {
+        let me = rank.rank;
+        let flows =
+            |links: &[Link], flow: &dyn Fn(usize) -> Flow| links.iter().map(|l| flow(l.peer)).collect::<Vec<_>>();
+        let sending = flows(&to, &|peer| random_flow(rank, me, peer, round));
+        let receiving = flows(&from, &|peer| random_flow(rank, peer, me, round));
+        let mut choice = rank.random(99, 99, round);
+        let manner = Manner {
+            depth: [1, 2, 8, 32][choice.below(4)],
+            reverse: choice.below(2) == 0,
+            flush: choice.below(3) == 0,
+            ..Manner::default()
+        };
+        let mut sends: Vec<_> = out.iter_mut().zip(sending).collect();
+        let mut recvs: Vec<_> = inn.iter_mut().zip(receiving).collect();
+        exchange(rank.plugin, &mut sends, &mut recvs, manner, rank.deadline)
+            .with_context(|| format!("round {round} of seed {}", rank.options.seed))?;
+    }
+    rank.close(out, inn)
+}
+
+fn random_flow(rank: &Rank<'_>, from: usize, to: usize, round: usize) -> Flow {
+    let mut random = rank.random(from, to, round);
+    let mut flow = Flow::default();
+    let length = |random: &mut Random| {
+        let bits = random.below(18);
+        random.below((1 << bits) + 1)
+    };
+    for _ in 0..4 + random.below(24) {
+        let mut group = Vec::new();
+        for _ in 0..=random.below(rank.max_group()) {
+            let slot = Msg { len: length(&mut random), tag: tag(random.below(4)) };
+            let len = if random.below(2) == 0 { slot.len } else { length(&mut random) };
+            flow.sends.push(Msg { len, tag: slot.tag });
+            group.push(slot);
+        }
+        flow.recvs.push(group);
+    }
+    random.shuffle(&mut flow.sends);
+    flow
+}
+
+fn mr_two_comms(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let links = [Link::new(1 - rank.rank, "first"), Link::new(1 - rank.rank, "second")];
+    let (to, from): (&[_], &[_]) = if rank.rank == 0 { (&links, &[]) } else { (&[], &links) };
+    let wires = wire::connect(rank.plugin, rank.mail, rank.options.dev, to, from, rank.deadline)?;
+    rank.barrier()?;
+    let plugin = rank.plugin;
+    let mut buffer = Buffer::new(1 << 20)?;
+    let whole = 0..buffer.len();
+    if rank.rank == 0 {
+        buffer.bytes_mut().fill(0x77);
+        let [a, b] = [wires.sends[0], wires.sends[1]];
+        let (on_a, on_b) = (plugin.reg_mr(a, &buffer, whole.clone())?, plugin.reg_mr(b, &buffer, whole.clone())?);
+        // Also a part of it, as for a slice of a pool, and the whole once more.
+        let part = plugin.reg_mr(b, &buffer, 4096..65536)?;
+        let again = plugin.reg_mr(b, &buffer, whole)?;
+        for (comm, memory, range) in
+            [(a, on_a, 0..65536), (b, on_b, 100..70000), (b, part, 5000..60001), (b, again, 0..1 << 20)]
+        {
+            finish_send(rank, comm, &buffer, range, memory)?;
+        }
+        plugin.dereg_mr(a, on_a)?;
+        plugin.dereg_mr(b, part)?;
+        plugin.dereg_mr(b, again)?;
+        finish_send(rank, b, &buffer, 1..1 << 20, on_b)?;
+        plugin.dereg_mr(b, on_b)?;
+        plugin.close_send(Some(a))?;
+        plugin.close_send(Some(b))?;
+    } else {
+        let [a, b] = [wires.recvs[0], wires.recvs[1]];
+        let (on_a, on_b) = (plugin.reg_mr(a, &buffer, whole.clone())?, plugin.reg_mr(b, &buffer, whole)?);
+        for (comm, memory, range) in
+            [(a, on_a, 0..65536), (b, on_b, 100..70000), (b, on_b, 5000..60001), (b, on_b, 0..1 << 20)]
+        {
+            finish_recv(rank, comm, &mut buffer, range, memory)?;
+        }
+        plugin.dereg_mr(a, on_a)?;
+        finish_recv(rank, b, &mut buffer, 1..1 << 20, on_b)?;
+        plugin.dereg_mr(b, on_b)?;
+        plugin.close_recv(Some(a))?;
+        plugin.close_recv(Some(b))?;
+    }
+    Ok(())
+}
+
+fn finish_send(
+    rank: &Rank<'_>,
+    comm: SendComm,
+    buffer: &Buffer,
+    range: Range<usize>,
+    memory: Memory,
+) -> anyhow::Result<()> {
+    let mut request = None;
+    loop {
+        match request {
+            None => request = rank.plugin.isend(comm, buffer, range.clone(), 0, memory)?,
+            Some(posted) => {
+                if rank.plugin.test_send(posted)?.is_some() {
+                    return Ok(());
+                }
+            }
+        }
+        ensure!(Instant::now() < rank.deadline, "a send of {} bytes is not done", range.len());
+        thread::yield_now();
+    }
+}
+
+fn finish_recv(
+    rank: &Rank<'_>,
+    comm: RecvComm,
+    buffer: &mut Buffer,
+    range: Range<usize>,
+    memory: Memory,
+) -> anyhow::Result<()> {
+    buffer.bytes_mut().fill(0);
+    let mut request = None;
+    loop {
+        match request {
+            None => request = rank.plugin.irecv(comm, &[Slot { buffer, range: range.clone(), tag: 0, memory }])?,
+            Some(posted) => {
+                if let Some(sizes) = rank.plugin.test_recv(posted, 1)? {
+                    ensure!(sizes[0] == range.len(), "size {} and not {}", sizes[0], range.len());
+                    break;
+                }
+            }
+        }
+        ensure!(Instant::now() < rank.deadline, "a receive of {} bytes is not done", range.len());
+        thread::yield_now();
+    }
+    let inside = |i: usize| if range.contains(&i) { 0x77 } else { 0 };
+    match buffer.bytes().iter().enumerate().position(|(i, &b)| b != inside(i)) {
+        Some(at) => bail!("byte {at} is wrong after a receive into {range:?}"),
+        None => Ok(()),
+    }
+}
+
+/// Runs `beside` on a second thread, again and again, as long as the main thread's traffic goes on.
+fn beside_traffic(
+    rank: &Rank<'_>,
+    out: &mut [Outgoing],
+    inn: &mut [Incoming],
+    beside: impl Fn() -> anyhow::Result<()> + Sync,
+) -> anyhow::Result<()> {
+    let over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let service = scope.spawn(|| -> anyhow::Result<usize> {
+            let mut turns = 0;
+            while !over.load(Ordering::Acquire) || turns == 0 {
+                beside()?;
+                turns += 1;
+                thread::yield_now();
+            }
+            Ok(turns)
+        });
+        let flow = Flow::plain(&[65536, 100, 1 << 20, 8, 4096].repeat(rank.rounds(32)), 0);
+        let moved = rank.exchange(out, inn, &flow, Manner::default());
+        over.store(true, Ordering::Release);
+        let turns = service.join().map_err(|_| anyhow::anyhow!("the second thread panicked"))?;
+        moved?;
+        turns.context("on the second thread").map(drop)
+    })
+}
+
+fn mr_while_sending(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (mut out, mut inn) = rank.both_ways()?;
+    let (send, recv, plugin) = (out[0].comm, inn[0].comm, rank.plugin);
+    let other = Buffer::new(1 << 20)?;
+    beside_traffic(rank, &mut out, &mut inn, || {
+        let first = plugin.reg_mr(send, &other, 0..other.len())?;
+        let second = plugin.reg_mr(recv, &other, 8192..65536)?;
+        plugin.dereg_mr(send, first)?;
+        Ok(plugin.dereg_mr(recv, second)?)
+    })?;
+    rank.close(out, inn)
+}
+
+fn connect_while_sending(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let (mut out, mut inn) = rank.both_ways()?;
+    let (plugin, dev, deadline) = (rank.plugin, rank.options.dev, rank.deadline);
+    beside_traffic(rank, &mut out, &mut inn, || {
+        let (mut handle, listener) = plugin.listen(dev)?;
+        let (mut send, mut recv) = (None, None);
+        while send.is_none() || recv.is_none() {
+            if send.is_none() {
+                send = wire::connect_once(plugin, dev, &mut handle)?;
+            }
+            if recv.is_none() {
+                recv = wire::accept_once(plugin, listener)?;
+            }
+            ensure!(Instant::now() < deadline, "a connection beside traffic does not come up");
+            thread::yield_now();
+        }
+        plugin.close_listen(Some(listener))?;
+        plugin.close_send(send)?;
+        Ok(plugin.close_recv(recv)?)
+    })?;
+    rank.close(out, inn)
+}

@@ -1,0 +1,83 @@
+//! `nccl-rdma devices`: what NCCL would be told by the plugin on this machine, and what the plugin said about the rest.
+
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use comfy_table::{Table, presets};
+
+use crate::abi::{self, LogLine, Plugin, Properties};
+
+#[derive(serde::Serialize)]
+struct Report<'a> {
+    plugin: &'a Path,
+    network: &'a str,
+    devices: &'a [Properties],
+    log: &'a [LogLine],
+}
+
+/// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
+pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
+    let plugin = Plugin::load(path)?;
+    plugin.init().context("NCCL would drop this plugin")?;
+    let count = plugin.devices().context("NCCL would drop this plugin")?;
+    let devices = (0..count).map(|dev| plugin.properties(dev)).collect::<Result<Vec<_>, _>>()?;
+    let log: Vec<_> = abi::take_log().into_iter().filter(|line| line.level <= abi::LOG_INFO).collect();
+
+    if json {
+        let report = Report { plugin: path, network: plugin.name(), devices: &devices, log: &log };
+        println!("{}", serde_json::to_string_pretty(&report)?);
+    } else {
+        println!("plugin {}, network {} (select it with NCCL_NET={1})", path.display(), plugin.name());
+        if !devices.is_empty() {
+            println!("{}", table(&devices));
+        }
+        if !log.is_empty() {
+            println!("\nThe plugin's own words:");
+        }
+        for line in &log {
+            println!("  {line}");
+        }
+    }
+    if devices.is_empty() {
+        bail!("the plugin reports no device: NCCL would drop it and use another network");
+    }
+    Ok(())
+}
+
+fn table(devices: &[Properties]) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    let head = ["dev", "name", "port", "speed", "guid", "latency", "memory", "recvs", "comms", "PCI path"];
+    table.set_header(head);
+    for (dev, p) in devices.iter().enumerate() {
+        table.add_row([
+            dev.to_string(),
+            p.name.clone(),
+            p.port.to_string(),
+            format!("{:.1} Gb/s", f64::from(p.speed_mbps) / 1000.0),
+            format!("{:#018x}", p.guid),
+            format!("{:.1} us", p.latency_us),
+            memory_kinds(p.ptr_support),
+            p.max_recvs.to_string(),
+            p.max_comms.to_string(),
+            p.pci_path.clone().unwrap_or_else(|| "none (near the first CPU)".to_owned()),
+        ]);
+    }
+    table
+}
+
+fn memory_kinds(mask: i32) -> String {
+    let kinds = [(abi::PTR_HOST, "host"), (abi::PTR_CUDA, "cuda"), (abi::PTR_DMABUF, "dmabuf")];
+    kinds.iter().filter(|(bit, _)| mask & bit != 0).map(|(_, name)| *name).collect::<Vec<_>>().join("+")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_kinds_are_named() {
+        assert_eq!(memory_kinds(1), "host");
+        assert_eq!(memory_kinds(5), "host+dmabuf");
+    }
+}

@@ -1,0 +1,333 @@
+//! The CUDA driver and NCCL, both loaded at run time: as much of them as an all-reduce on one GPU needs. Where either is
+//! missing the error is an [`Absent`].
+
+use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::path::Path;
+use std::ptr;
+use std::thread::yield_now;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use cudarc::driver::sys::{self as cuda, CUresult};
+
+/// What `--nccl` is tried as when it is not given.
+const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
+
+/// This machine has not got what is needed; nothing is known about right or wrong.
+#[derive(Debug)]
+pub(crate) struct Absent(pub(crate) String);
+
+impl fmt::Display for Absent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Absent {}
+
+fn cu(call: &str, result: CUresult) -> anyhow::Result<()> {
+    match result {
+        CUresult::CUDA_SUCCESS => Ok(()),
+        error => bail!("{call}: {error:?}"),
+    }
+}
+
+/// A GPU with its primary context current on this thread, and a stream.
+#[derive(Debug)]
+pub(crate) struct Gpu {
+    stream: cuda::CUstream,
+}
+
+impl Gpu {
+    /// The name of the GPU with this index, if CUDA finds it.
+    pub(crate) fn probe(index: i32) -> anyhow::Result<String> {
+        let device = Self::device(index)?;
+        let mut name = [0_u8; 256];
+        // SAFETY: room for 255 characters and a NUL.
+        let result = unsafe { cuda::cuDeviceGetName(name.as_mut_ptr().cast::<c_char>(), 255, device) };
+        cu("cuDeviceGetName", result)?;
+        Ok(CStr::from_bytes_until_nul(&name).map(|n| n.to_string_lossy().into_owned()).unwrap_or_default())
+    }
+
+    fn device(index: i32) -> anyhow::Result<cuda::CUdevice> {
+        // SAFETY: only tries to load the driver library.
+        if !unsafe { cuda::is_culib_present() } {
+            bail!(Absent("no GPU: libcuda.so.1 cannot be loaded, so there is no NVIDIA driver here".to_owned()));
+        }
+        // SAFETY: the library is there; 0 is the only value allowed.
+        cu("cuInit", unsafe { cuda::cuInit(0) }).map_err(|e| Absent(format!("no usable GPU: {e}")))?;
+        let mut device = 0;
+        // SAFETY: one device number to write.
+        let result = unsafe { cuda::cuDeviceGet(&raw mut device, index) };
+        cu("cuDeviceGet", result).map_err(|e| Absent(format!("no GPU with index {index}: {e}")))?;
+        Ok(device)
+    }
+
+    pub(crate) fn open(index: i32) -> anyhow::Result<Self> {
+        let device = Self::device(index)?;
+        let mut context = ptr::null_mut();
+        // SAFETY: a device of this driver; one pointer to write. The context is kept until the process ends.
+        cu("cuDevicePrimaryCtxRetain", unsafe { cuda::cuDevicePrimaryCtxRetain(&raw mut context, device) })?;
+        // SAFETY: the context was retained by the line above.
+        cu("cuCtxSetCurrent", unsafe { cuda::cuCtxSetCurrent(context) })?;
+        let mut stream = ptr::null_mut();
+        let flags = cuda::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current; one pointer to write.
+        cu("cuStreamCreate", unsafe { cuda::cuStreamCreate(&raw mut stream, flags) })?;
+        Ok(Self { stream })
+    }
+
+    pub(crate) fn alloc(&self, bytes: usize) -> anyhow::Result<DeviceMemory> {
+        let mut address = 0;
+        // SAFETY: a context is current; one address to write.
+        let result = unsafe { cuda::cuMemAlloc_v2(&raw mut address, bytes.max(256)) };
+        cu("cuMemAlloc", result).with_context(|| format!("{bytes} bytes of GPU memory"))?;
+        Ok(DeviceMemory { address, bytes })
+    }
+
+    pub(crate) fn upload(&self, to: &DeviceMemory, from: &[u8]) -> anyhow::Result<()> {
+        assert!(from.len() <= to.bytes);
+        // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
+        let result = unsafe { cuda::cuMemcpyHtoDAsync_v2(to.address, from.as_ptr().cast(), from.len(), self.stream) };
+        cu("cuMemcpyHtoDAsync", result)?;
+        self.synchronize()
+    }
+
+    pub(crate) fn download(&self, to: &mut [u8], from: &DeviceMemory) -> anyhow::Result<()> {
+        assert!(to.len() <= from.bytes);
+        // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
+        let result = unsafe { cuda::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.address, to.len(), self.stream) };
+        cu("cuMemcpyDtoHAsync", result)?;
+        self.synchronize()
+    }
+
+    fn synchronize(&self) -> anyhow::Result<()> {
+        // SAFETY: a stream of the current context.
+        cu("cuStreamSynchronize", unsafe { cuda::cuStreamSynchronize(self.stream) })
+    }
+
+    /// Whether everything on the stream is done.
+    fn idle(&self) -> anyhow::Result<bool> {
+        // SAFETY: a stream of the current context.
+        match unsafe { cuda::cuStreamQuery(self.stream) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            result => cu("cuStreamQuery", result).map(|()| true),
+        }
+    }
+}
+
+/// GPU memory.
+#[derive(Debug)]
+pub(crate) struct DeviceMemory {
+    address: cuda::CUdeviceptr,
+    bytes: usize,
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by cuMemAlloc; every operation on it has been waited for. A failure leaks, no more.
+        let _ = unsafe { cuda::cuMemFree_v2(self.address) };
+    }
+}
+
+/// `ncclUniqueId`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId([u8; 128]);
+
+/// Element types that are checked, with NCCL's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Int32,
+    Float32,
+}
+
+impl Kind {
+    pub(crate) const ALL: [Self; 2] = [Self::Float32, Self::Int32];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Int32 => "int32",
+            Self::Float32 => "float",
+        }
+    }
+
+    fn number(self) -> c_int {
+        match self {
+            Self::Int32 => 2,
+            Self::Float32 => 7,
+        }
+    }
+}
+
+const SUM: c_int = 0;
+
+type Comm = *mut c_void;
+type AllReduce = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, cuda::CUstream) -> c_int;
+
+/// NCCL's library. cudarc can only load it by its usual names; here it may be any file.
+pub(crate) struct Nccl {
+    get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
+    get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
+    init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
+    all_reduce: AllReduce,
+    async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
+    abort: unsafe extern "C" fn(Comm) -> c_int,
+    destroy: unsafe extern "C" fn(Comm) -> c_int,
+    error_string: unsafe extern "C" fn(c_int) -> *const c_char,
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Nccl").finish_non_exhaustive()
+    }
+}
+
+fn symbol<T: Copy>(library: &libloading::Library, name: &CStr) -> anyhow::Result<T> {
+    // SAFETY: the caller's type is that of NCCL's nccl.h for this name.
+    let symbol = unsafe { library.get::<T>(name.to_bytes_with_nul()) };
+    Ok(*symbol.with_context(|| format!("NCCL has no {name:?}"))?)
+}
+
+impl Nccl {
+    pub(crate) fn load(path: Option<&Path>) -> anyhow::Result<Self> {
+        let names = path.map_or_else(|| NCCL_NAMES.map(OsStr::new).to_vec(), |path| vec![path.as_os_str()]);
+        // SAFETY: running the constructors of NCCL is what this command is for.
+        let mut opened = names.iter().map(|name| unsafe { libloading::Library::new(name) });
+        let library = opened.find_map(Result::ok).ok_or_else(|| {
+            let names = names.iter().map(|name| name.to_string_lossy()).collect::<Vec<_>>().join(" nor ");
+            Absent(format!("no NCCL: {names} cannot be loaded; name the file with --nccl"))
+        })?;
+        // NCCL has threads of its own; it is never unloaded.
+        let library = ManuallyDrop::new(library);
+        Ok(Self {
+            get_version: symbol(&library, c"ncclGetVersion")?,
+            get_unique_id: symbol(&library, c"ncclGetUniqueId")?,
+            init_rank: symbol(&library, c"ncclCommInitRank")?,
+            all_reduce: symbol(&library, c"ncclAllReduce")?,
+            async_error: symbol(&library, c"ncclCommGetAsyncError")?,
+            abort: symbol(&library, c"ncclCommAbort")?,
+            destroy: symbol(&library, c"ncclCommDestroy")?,
+            error_string: symbol(&library, c"ncclGetErrorString")?,
+        })
+    }
+
+    fn check(&self, call: &str, code: c_int) -> anyhow::Result<()> {
+        if code == 0 {
+            return Ok(());
+        }
+        // SAFETY: NCCL returns a constant C string for every code.
+        let text = unsafe { (self.error_string)(code) };
+        if text.is_null() {
+            bail!("{call} returned {code}");
+        }
+        // SAFETY: as above.
+        let text = unsafe { CStr::from_ptr(text) }.to_string_lossy();
+        bail!("{call} returned {code}: {text}")
+    }
+
+    /// For example 2.28.3.
+    pub(crate) fn version(&self) -> anyhow::Result<String> {
+        let mut version = 0;
+        // SAFETY: one int to write.
+        self.check("ncclGetVersion", unsafe { (self.get_version)(&raw mut version) })?;
+        Ok(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+    }
+
+    pub(crate) fn unique_id(&self) -> anyhow::Result<[u8; 128]> {
+        let mut id = UniqueId([0; 128]);
+        // SAFETY: 128 bytes to write.
+        self.check("ncclGetUniqueId", unsafe { (self.get_unique_id)(&raw mut id) })?;
+        Ok(id.0)
+    }
+
+    /// Joins the communicator; waits for the other ranks.
+    pub(crate) fn join(&self, id: &[u8], rank: usize, ranks: usize) -> anyhow::Result<Communicator<'_>> {
+        let id = UniqueId(id.try_into().context("a unique id of another length")?);
+        let mut comm = ptr::null_mut();
+        let (rank, ranks) = (c_int::try_from(rank)?, c_int::try_from(ranks)?);
+        // SAFETY: a context is current; one pointer to write.
+        let code = unsafe { (self.init_rank)(&raw mut comm, ranks, id, rank) };
+        self.check("ncclCommInitRank", code)?;
+        Ok(Communicator { nccl: self, comm })
+    }
+}
+
+/// A rank's communicator; aborted unless it is destroyed in peace.
+#[derive(Debug)]
+pub(crate) struct Communicator<'a> {
+    nccl: &'a Nccl,
+    comm: Comm,
+}
+
+impl Communicator<'_> {
+    /// Queues the sum over all ranks of `count` elements.
+    pub(crate) fn all_reduce(
+        &self,
+        gpu: &Gpu,
+        from: &DeviceMemory,
+        to: &DeviceMemory,
+        count: usize,
+        kind: Kind,
+    ) -> anyhow::Result<()> {
+        assert!(count * 4 <= from.bytes.min(to.bytes));
+        let from = ptr::with_exposed_provenance::<c_void>(usize::try_from(from.address)?);
+        let to = ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(to.address)?);
+        // SAFETY: both are device memory of enough bytes, which lives until the stream has been waited for.
+        let code = unsafe { (self.nccl.all_reduce)(from, to, count, kind.number(), SUM, self.comm, gpu.stream) };
+        self.nccl.check("ncclAllReduce", code)
+    }
+
+    /// Waits for the stream; an error of NCCL or too long a wait ends it.
+    pub(crate) fn wait(&self, gpu: &Gpu, patience: Duration) -> anyhow::Result<()> {
+        let deadline = Instant::now() + patience;
+        while !gpu.idle()? {
+            let mut error = 0;
+            // SAFETY: a live communicator; one int to write.
+            let code = unsafe { (self.nccl.async_error)(self.comm, &raw mut error) };
+            self.nccl.check("ncclCommGetAsyncError", code)?;
+            self.nccl.check("the all-reduce", error)?;
+            if Instant::now() > deadline {
+                bail!("the all-reduce is not done after {patience:?}");
+            }
+            yield_now();
+        }
+        Ok(())
+    }
+
+    pub(crate) fn destroy(mut self) -> anyhow::Result<()> {
+        let comm = std::mem::replace(&mut self.comm, ptr::null_mut());
+        // SAFETY: a live communicator that is not used again.
+        self.nccl.check("ncclCommDestroy", unsafe { (self.nccl.destroy)(comm) })
+    }
+}
+
+impl Drop for Communicator<'_> {
+    fn drop(&mut self) {
+        if !self.comm.is_null() {
+            // SAFETY: a live communicator that is not used again. The error that led here is the one to tell.
+            let _ = unsafe { (self.nccl.abort)(self.comm) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_nccl_is_absent_not_wrong() {
+        let error = Nccl::load(Some(Path::new("/nonexistent/libnccl.so.2"))).unwrap_err();
+        assert!(error.downcast_ref::<Absent>().is_some());
+        assert!(error.to_string().contains("/nonexistent/libnccl.so.2"), "{error}");
+    }
+
+    #[test]
+    fn a_file_that_is_not_nccl_is_named() {
+        // Any library will do; the C library is always there.
+        let error = Nccl::load(Some(Path::new("libc.so.6"))).unwrap_err();
+        assert!(error.to_string().contains("ncclGetVersion"), "{error}");
+    }
+}

@@ -1,0 +1,357 @@
+//! Ranks as processes: the parent starts this command once per rank, carries small messages between the ranks (what
+//! NCCL's bootstrap does for it) and collects how each one ended. A rank's standard input is a socket to the parent;
+//! when the parent goes, its ranks go.
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, bail};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::abi::{self, LogLine};
+use crate::{contract, nccl_check, perf, ring};
+
+/// How long the other ranks may go on once one has failed.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// What one process is asked to do.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Seat {
+    pub rank: usize,
+    pub ranks: usize,
+    pub job: Job,
+}
+
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Job {
+    Contract(contract::Job),
+    Ring(ring::Job),
+    Perf(perf::Job),
+    Nccl(nccl_check::Job),
+}
+
+/// A set of ranks to start.
+#[derive(Debug)]
+pub(crate) struct Spec {
+    pub ranks: usize,
+    pub job: Job,
+    /// Environment of every rank.
+    pub env: Vec<(String, String)>,
+    /// Leaves `SOFT_HCA_HOST` alone, so that the ranks are one host to a software adapter.
+    pub same_host: bool,
+    pub time_limit: Duration,
+    /// This rank kills itself as part of the job.
+    pub dies: Option<usize>,
+}
+
+/// How a rank ended.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub rank: usize,
+    pub end: Result<(), String>,
+    /// When it ended: of several failures the earliest is the cause.
+    pub at: Instant,
+    /// What the plugin logged in it.
+    pub log: Vec<LogLine>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Up {
+    Post { to: usize, key: String, data: Vec<u8> },
+    Report(Value),
+    Done { error: Option<String>, log: Vec<LogLine> },
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Down {
+    Mail { from: usize, key: String, data: Vec<u8> },
+    Gone(usize),
+}
+
+enum Event {
+    Said(usize, Up),
+    Closed(usize),
+}
+
+fn send_line(socket: &mut UnixStream, message: &impl Serialize) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(message)?;
+    line.push(b'\n');
+    socket.write_all(&line)
+}
+
+/// Kills what is left when the parent's run ends early.
+struct Ranks(Vec<(Child, UnixStream)>);
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for (child, _) in &mut self.0 {
+            // Already gone is fine.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn start(spec: &Spec, rank: usize, events: Sender<Event>) -> anyhow::Result<(Child, UnixStream)> {
+    let seat = Seat { rank, ranks: spec.ranks, job: spec.job.clone() };
+    let (ours, theirs) = UnixStream::pair().context("no socket for a rank")?;
+    let mut command = Command::new(std::env::current_exe().context("own path unknown")?);
+    command.arg("rank").arg(serde_json::to_string(&seat)?).stdin(Stdio::from(OwnedFd::from(theirs)));
+    command.envs(spec.env.iter().map(|(name, value)| (name, value.replace("{rank}", &rank.to_string()))));
+    if !spec.same_host {
+        command.env("SOFT_HCA_HOST", format!("h{rank}"));
+    }
+    let child = command.spawn().with_context(|| format!("rank {rank} cannot be started"))?;
+    let reader = BufReader::new(ours.try_clone()?);
+    thread::spawn(move || {
+        for line in reader.lines().map_while(Result::ok) {
+            let said = serde_json::from_str(&line).map(|up| events.send(Event::Said(rank, up)));
+            if !matches!(said, Ok(Ok(()))) {
+                break;
+            }
+        }
+        let _ = events.send(Event::Closed(rank));
+    });
+    Ok((child, ours))
+}
+
+/// Starts the ranks, serves them until all have ended or the time is up, and says how each one ended. `report` gets
+/// what the ranks report on the way.
+pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::Result<Vec<Outcome>> {
+    let (sender, events) = channel();
+    let mut ranks = Ranks(Vec::new());
+    for rank in 0..spec.ranks {
+        ranks.0.push(start(spec, rank, sender.clone())?);
+    }
+    drop(sender);
+
+    let mut deadline = Instant::now() + spec.time_limit;
+    let mut first_failure = None;
+    let mut done: Vec<Option<Result<(), String>>> = vec![None; spec.ranks];
+    let mut log: Vec<Vec<LogLine>> = vec![Vec::new(); spec.ranks];
+    let mut alive = vec![true; spec.ranks];
+    let mut at = vec![None; spec.ranks];
+    while alive.contains(&true) {
+        match events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok(Event::Said(from, Up::Post { to, key, data })) => {
+                if let Some((_, socket)) = ranks.0.get_mut(to) {
+                    // A rank that has gone needs no mail.
+                    let _ = send_line(socket, &Down::Mail { from, key, data });
+                }
+            }
+            Ok(Event::Said(rank, Up::Report(value))) => report(rank, value),
+            Ok(Event::Said(rank, Up::Done { error, log: lines })) => {
+                log[rank] = lines;
+                at[rank] = Some(Instant::now());
+                if error.is_some() && first_failure.is_none() {
+                    first_failure = Some(rank);
+                    deadline = deadline.min(Instant::now() + GRACE);
+                }
+                done[rank] = Some(error.map_or(Ok(()), Err));
+            }
+            Ok(Event::Closed(rank)) => {
+                alive[rank] = false;
+                at[rank].get_or_insert_with(Instant::now);
+                let status = ranks.0[rank].0.wait()?;
+                let end = ended(done[rank].take(), status, spec.dies == Some(rank));
+                if end.is_err() && first_failure.is_none() {
+                    first_failure = Some(rank);
+                    deadline = deadline.min(Instant::now() + GRACE);
+                }
+                done[rank] = Some(end);
+                for (_, socket) in &mut ranks.0 {
+                    let _ = send_line(socket, &Down::Gone(rank));
+                }
+            }
+            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    let stopped = |rank| match first_failure {
+        Some(first) => format!("stopped, since rank {first} had failed"),
+        None => format!("rank {rank} was still running after {:.0} s", spec.time_limit.as_secs_f64()),
+    };
+    let now = Instant::now();
+    let ends = done.into_iter().zip(alive).zip(log).zip(at).enumerate();
+    Ok(ends
+        .map(|(rank, (((end, alive), log), at))| {
+            let end = match end {
+                Some(end) if !alive || end.is_err() => end,
+                _ => Err(stopped(rank)),
+            };
+            Outcome { rank, end, at: at.unwrap_or(now), log }
+        })
+        .collect())
+}
+
+fn ended(done: Option<Result<(), String>>, status: ExitStatus, dies: bool) -> Result<(), String> {
+    match (done, status.signal()) {
+        (None, Some(libc::SIGKILL)) if dies => Ok(()),
+        (Some(Err(error)), _) => Err(error),
+        (Some(Ok(())), None) if status.success() && !dies => Ok(()),
+        (Some(Ok(())), _) => Err(format!("all was right, but then the process ended with {status}")),
+        (None, _) => Err(format!("the process ended with {status} in the middle of its work")),
+    }
+}
+
+/// The failure that came first, in words; one that only follows from another rank's does not count as the first.
+pub(crate) fn failure(outcomes: &[Outcome]) -> Option<String> {
+    let failed = outcomes.iter().filter(|o| o.end.is_err());
+    failed.min_by_key(|o| (is_consequence(o), o.at)).map(|o| {
+        let error = o.end.as_ref().err().map_or("", String::as_str);
+        let warnings = o.log.iter().filter(|l| l.level <= abi::LOG_WARN).take(5);
+        let warnings: String = warnings.map(|line| format!("\n    rank {} logged: {line}", o.rank)).collect();
+        format!("rank {}: {error}{warnings}", o.rank)
+    })
+}
+
+fn is_consequence(outcome: &Outcome) -> bool {
+    outcome.end.as_ref().is_err_and(|e| e.starts_with("stopped, since") || e.contains("has gone and will not send"))
+}
+
+/// A rank's line to the parent and through it to the other ranks.
+#[derive(Debug)]
+pub(crate) struct Mailbox {
+    socket: UnixStream,
+    mail: Receiver<Down>,
+    kept: HashMap<(usize, String), Vec<u8>>,
+    gone: Vec<usize>,
+    rank: usize,
+    ranks: usize,
+    barriers: usize,
+}
+
+impl Mailbox {
+    fn open(rank: usize, ranks: usize) -> anyhow::Result<Self> {
+        let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+        let reader = BufReader::new(socket.try_clone()?);
+        let (sender, mail) = channel();
+        thread::spawn(move || {
+            for line in reader.lines().map_while(Result::ok) {
+                if let Ok(down) = serde_json::from_str(&line) {
+                    let _ = sender.send(down);
+                }
+            }
+            // The parent has gone.
+            std::process::exit(2);
+        });
+        Ok(Self { socket, mail, kept: HashMap::new(), gone: Vec::new(), rank, ranks, barriers: 0 })
+    }
+
+    pub(crate) fn post(&mut self, to: usize, key: &str, data: &[u8]) -> anyhow::Result<()> {
+        let post = Up::Post { to, key: key.to_owned(), data: data.to_vec() };
+        send_line(&mut self.socket, &post).context("the parent does not listen")
+    }
+
+    pub(crate) fn report(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+        let report = Up::Report(serde_json::to_value(value)?);
+        send_line(&mut self.socket, &report).context("the parent does not listen")
+    }
+
+    fn keep(&mut self, down: Down) {
+        match down {
+            Down::Mail { from, key, data } => drop(self.kept.insert((from, key), data)),
+            Down::Gone(rank) => self.gone.push(rank),
+        }
+    }
+
+    pub(crate) fn is_gone(&mut self, rank: usize) -> bool {
+        while let Ok(down) = self.mail.try_recv() {
+            self.keep(down);
+        }
+        self.gone.contains(&rank)
+    }
+
+    /// The message, if it has come already.
+    pub(crate) fn try_take(&mut self, from: usize, key: &str) -> anyhow::Result<Option<Vec<u8>>> {
+        let gone = self.is_gone(from);
+        match self.kept.remove(&(from, key.to_owned())) {
+            None if gone => bail!("rank {from} has gone and will not send {key:?}"),
+            found => Ok(found),
+        }
+    }
+
+    pub(crate) fn take(&mut self, from: usize, key: &str, deadline: Instant) -> anyhow::Result<Vec<u8>> {
+        loop {
+            if let Some(data) = self.try_take(from, key)? {
+                return Ok(data);
+            }
+            match self.mail.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+                Ok(down) => self.keep(down),
+                Err(_) => bail!("no message {key:?} from rank {from} in time"),
+            }
+        }
+    }
+
+    /// Waits until every rank is here.
+    pub(crate) fn barrier(&mut self, deadline: Instant) -> anyhow::Result<()> {
+        let key = format!("barrier {}", self.barriers);
+        self.barriers += 1;
+        let others: Vec<_> = (0..self.ranks).filter(|&r| r != self.rank).collect();
+        for &to in &others {
+            self.post(to, &key, &[])?;
+        }
+        others.iter().try_for_each(|&from| self.take(from, &key, deadline).map(drop))
+    }
+}
+
+/// The life of a rank: does the job in `seat`, tells the parent how it went, ends.
+pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> anyhow::Result<()>) -> ExitCode {
+    let opened = serde_json::from_str::<Seat>(seat)
+        .context("not a seat")
+        .and_then(|seat| Mailbox::open(seat.rank, seat.ranks).map(|mail| (seat, mail)));
+    let (seat, mut mail) = match opened {
+        Ok(opened) => opened,
+        Err(error) => {
+            eprintln!("nccl-rdma rank: {error:#}; this subcommand is for the command itself");
+            return ExitCode::FAILURE;
+        }
+    };
+    let result = work(&seat, &mut mail);
+    let error = result.as_ref().err().map(|error| format!("{error:#}"));
+    let told = send_line(&mut mail.socket, &Up::Done { error, log: abi::take_log() });
+    // The result has been told; the status only says whether the process could end in peace.
+    if told.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(rank: usize, at: Instant, end: Result<(), &str>) -> Outcome {
+        Outcome { rank, end: end.map_err(str::to_owned), at, log: Vec::new() }
+    }
+
+    #[test]
+    fn the_cause_is_told_before_its_consequences() {
+        let start = Instant::now();
+        let later = start + Duration::from_millis(1);
+        let outcomes = [
+            outcome(0, start, Err("rank 2 has gone and will not send \"x\"")),
+            outcome(1, later, Err("isend returned 6")),
+            outcome(2, start, Err("byte 3 is wrong")),
+            outcome(3, start, Ok(())),
+        ];
+        assert_eq!(failure(&outcomes).unwrap(), "rank 2: byte 3 is wrong");
+        assert_eq!(failure(&outcomes[..2]).unwrap(), "rank 1: isend returned 6");
+        assert!(failure(&outcomes[3..]).is_none());
+    }
+
+    #[test]
+    fn a_crash_after_success_is_a_failure() {
+        let killed = ExitStatus::from_raw(libc::SIGKILL);
+        let clean = ExitStatus::from_raw(0);
+        assert!(ended(Some(Ok(())), clean, false).is_ok());
+        assert!(ended(Some(Ok(())), ExitStatus::from_raw(libc::SIGSEGV), false).is_err());
+        assert!(ended(None, killed, true).is_ok());
+        assert!(ended(None, killed, false).is_err());
+        assert!(ended(Some(Ok(())), clean, true).is_err(), "a rank that was to die must not survive");
+    }
+}

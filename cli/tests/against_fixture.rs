@@ -1,0 +1,115 @@
+//! The command against the fixture plugin: the contract driver passes an honest plugin and catches each deliberate bug
+//! in the row that is about it; the demo is right with an honest plugin and fails with one that spoils a byte.
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+    use std::process::{Command, Output};
+
+    fn fixture() -> PathBuf {
+        let command = PathBuf::from(env!("CARGO_BIN_EXE_nccl-rdma"));
+        let fixture = command.with_file_name("examples").join("libfixture_plugin.so");
+        assert!(fixture.exists(), "{} is built by `cargo test -p nccl-rdma` without --test", fixture.display());
+        fixture
+    }
+
+    fn nccl_rdma(bug: &str, args: &[&str]) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
+        command.args(args).arg("--plugin").arg(fixture()).env("FIXTURE_BUG", bug);
+        command.output().unwrap()
+    }
+
+    fn text(output: &Output) -> String {
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr)
+    }
+
+    /// The bug fails the case, for this reason.
+    fn caught(bug: &str, case: &str, reason: &str) {
+        let output =
+            nccl_rdma(bug, &["contract", "--quick", "--error-bound", "1", "--time-limit", "5", "--only", case]);
+        let text = text(&output);
+        assert!(!output.status.success(), "{bug} was not caught:\n{text}");
+        assert!(text.contains("0 passed, 1 failed"), "{text}");
+        assert!(text.contains(reason), "{bug} was caught for another reason than {reason:?}:\n{text}");
+    }
+
+    #[test]
+    fn an_honest_plugin_passes_every_case() {
+        let output = nccl_rdma("", &["contract", "--quick", "--procs", "3"]);
+        let text = text(&output);
+        assert!(output.status.success(), "{text}");
+        let list = nccl_rdma("", &["contract", "--list"]);
+        let cases = String::from_utf8_lossy(&list.stdout).lines().count();
+        assert!(cases >= 40, "{cases} cases");
+        assert!(text.contains(&format!("\n{cases} passed, 0 failed\n")), "{text}");
+    }
+
+    #[test]
+    fn breaches_of_the_data_path_are_caught() {
+        caught("wrong-size", "sizes", "has size 1, not 0");
+        caught("past-end", "sizes", "the guard after the buffer was written to");
+        caught("past-end", "short-sends", "the space behind the payload was written to");
+        caught("lose-zero", "zero-bytes", "receive");
+        caught("mix-tags", "groups-2", "receive");
+        caught("no-truncate", "long-sends", "has size 8, not 7");
+    }
+
+    #[test]
+    fn breaches_of_the_call_rules_are_caught() {
+        caught("keep-request", "send-first", "left the stale request in its slot");
+        caught("sizes-on-send", "sizes", "wrote more than one size for a send");
+        caught("done-unwritten", "sizes", "did not write *done");
+        caught("null-close", "close-null", "closeSend returned 4");
+        caught("handle-overrun", "connect-retries", "wrote outside the 128 bytes of the handle");
+        caught("leak-fd", "reconnect", "descriptors");
+    }
+
+    #[test]
+    fn a_plugin_that_hangs_on_a_dead_peer_is_caught() {
+        for case in
+            ["abort-sends", "abort-receives", "dies-before-accept", "dies-sending", "dies-receiving", "dies-idle"]
+        {
+            caught("hang-on-death", case, "the peer has gone, but");
+        }
+    }
+
+    #[test]
+    fn devices_tells_what_is_there_and_what_the_plugin_said() {
+        let output = nccl_rdma("", &["devices"]);
+        let shown = text(&output);
+        assert!(output.status.success(), "{shown}");
+        assert!(shown.contains("fix0") && shown.contains("WARN fixture: eth7 left out"), "{shown}");
+
+        let output = nccl_rdma("", &["devices", "--json"]);
+        let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert_eq!(json["devices"][0]["speed_mbps"], 10_000);
+        assert_eq!(json["log"][0]["text"], "fixture: eth7 left out");
+
+        let output = nccl_rdma("no-device", &["devices"]);
+        assert!(!output.status.success(), "no device is a failure");
+        assert!(text(&output).contains("eth7 left out"), "the reason is shown all the same");
+    }
+
+    #[test]
+    fn the_demo_checks_every_element() {
+        let args = ["demo", "--ranks", "3", "--max", "2M", "--iters", "2"];
+        let output = nccl_rdma("", &args);
+        let shown = text(&output);
+        assert!(output.status.success(), "{shown}");
+        assert!(shown.contains("using network FIXTURE, device fix0"), "{shown}");
+        assert!(shown.contains("19 sizes passed, 0 failed"), "{shown}");
+        assert!(shown.contains("Using network RDMA"), "what to set on a cluster: {shown}");
+
+        let output = nccl_rdma("spoil-byte", &args);
+        let shown = text(&output);
+        assert!(!output.status.success(), "{shown}");
+        assert!(shown.contains("elements are wrong"), "{shown}");
+    }
+
+    #[test]
+    fn perf_measures_both() {
+        let output = nccl_rdma("", &["perf", "--sizes", "8,4K"]);
+        assert!(output.status.success(), "{}", text(&output));
+        assert_eq!(String::from_utf8_lossy(&output.stdout).lines().count(), 4);
+    }
+}
