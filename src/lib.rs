@@ -7,7 +7,8 @@
 pub mod abi;
 pub mod config;
 pub mod memory;
-//pub mod net;
+pub mod net;
+pub mod rendezvous;
 pub mod observe;
 pub mod topology;
 pub mod transfer;

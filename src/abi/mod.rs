@@ -3,6 +3,6 @@
 //! No logic lives here: arguments are checked and turned into the engine's own types, results into ncclResult_t. Every
 //! entry goes through [`guard::call`], so nothing unwinds out of here.
 
-//mod guard;
+mod guard;
 pub mod types;
-//pub mod v8;
+pub mod v8;

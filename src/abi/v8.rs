@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
-use crate::net::{self, Accepting, Code, Comm, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
+use crate::net::{self, Accepting, Comm, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
 use crate::transfer::MAX_GROUP;
 
 use super::guard::call;

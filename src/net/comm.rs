@@ -47,7 +47,6 @@ pub(super) struct Base {
     /// For messages: device:port, GID and QP number of both ends, by QP.
     pub(super) routes: Vec<String>,
     pub(super) peer: Who,
-    pub(super) what: &'static str,
     /// Worst case in seconds until the NIC gives up on a peer that does not answer.
     pub(super) nic_patience: f64,
     /// Registrations that were given back while traffic used them; kept until the QPs are gone.

@@ -82,7 +82,7 @@ impl Connecting {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
         let deadline = now + config.connect_timeout;
-        let connector = Connector::new(handle, None, deadline);
+        let connector = Connector::new(handle, None, now, deadline);
         // The ring for as many rails as the two sides can agree on, on each of them.
         let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
             .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;
@@ -130,7 +130,7 @@ impl Connecting {
                 },
                 Stage::Offered(mut channel, side) => match receive(&mut channel)? {
                     None if now > deadline => {
-                        return Err(too_late("for its answer", &channel.peer().to_string(), limit));
+                        return Err(too_late("for its answer", &channel.peer_addr().to_string(), limit));
                     }
                     None => return again(Stage::Offered(channel, side)),
                     Some((kind::ANSWER, body)) => {
@@ -177,7 +177,7 @@ pub(super) fn receive(channel: &mut Channel) -> Result<Option<(u8, Vec<u8>)>, Ne
         Poll::Pending => Ok(None),
         Poll::Ready(Ok(frame)) if frame.kind == kind::FAILED => Err(NetError::new(
             Code::Remote,
-            format!("the peer at {} gave up the connection set-up: {}", channel.peer(), String::from_utf8_lossy(&frame.body)),
+            format!("the peer at {} gave up the connection set-up: {}", channel.peer_addr(), String::from_utf8_lossy(&frame.body)),
         )),
         Poll::Ready(Ok(frame)) => Ok(Some((frame.kind, frame.body))),
         Poll::Ready(Err(e)) => Err(lost(channel, &e.to_string())),
@@ -187,13 +187,13 @@ pub(super) fn receive(channel: &mut Channel) -> Result<Option<(u8, Vec<u8>)>, Ne
 pub(super) fn lost(channel: &Channel, why: &str) -> NetError {
     NetError::new(
         Code::Remote,
-        format!("the connection set-up with {} broke off: {why}; its process may have ended, see its log", channel.peer()),
+        format!("the connection set-up with {} broke off: {why}; its process may have ended, see its log", channel.peer_addr()),
     )
 }
 
 /// Tells the peer why, so that both logs name one cause.
 pub(super) fn refuse(channel: &mut Channel, why: String) -> NetError {
-    let text = format!("{why}; in the connection set-up with {}", channel.peer());
+    let text = format!("{why}; in the connection set-up with {}", channel.peer_addr());
     refuse_with(channel, NetError::new(Code::Remote, text))
 }
 
@@ -298,14 +298,13 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         max_portion: max_msg.min(1 << 31),
         sq_depth: SEND_REQUESTS as u32,
     });
-    let base = base("send", channel, alert, qps, ports, routes, answer.who.clone(), config)?;
+    let base = base(channel, alert, qps, ports, routes, answer.who.clone(), config)?;
     Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
 }
 
 /// What both directions need beside their data path.
 #[expect(clippy::too_many_arguments, reason = "the parts of one struct, each from another place")]
 pub(super) fn base(
-    what: &'static str,
     channel: Channel,
     alert: Arc<Alert>,
     qps: Arc<QpSet>,
@@ -319,7 +318,7 @@ pub(super) fn base(
     for port in &ports {
         port.events.remember(port.num, qps.qp_nums(), &alert);
     }
-    let control = Watcher::get()
+    let control = Watcher::global()
         .and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer))))
         .map_err(|e| NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}")))?;
     let nic_patience = match config.ib_timeout {
@@ -333,7 +332,6 @@ pub(super) fn base(
         ports,
         routes,
         peer,
-        what,
         nic_patience,
         graveyard: Mutex::new(Vec::new()),
         fenced: AtomicBool::new(false),

@@ -1,8 +1,7 @@
 //! Devices as NCCL is told of them: each a port, or a group of ports that one connection uses together (rails).
 
-use std::ffi::CString;
+use std::ffi::{CString, c_int};
 use std::fmt;
-use std::os::fd::RawFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
@@ -17,7 +16,7 @@ use super::events::{DeviceEvents, EventReader};
 use super::{Code, NetError};
 
 /// One port of an opened device.
-pub struct Port {
+pub(super) struct Port {
     pub(super) name: String,
     pub(super) num: u8,
     pub(super) attr: PortAttr,
@@ -129,8 +128,6 @@ pub struct Device {
     pub ptr_support: c_int,
     pub(super) rails: Vec<Arc<Port>>,
 }
-
-use std::ffi::c_int;
 
 impl Device {
     /// Stands in for the devices that the user insists on and that are not there.
@@ -357,7 +354,10 @@ fn look_at(
 fn watch_events(context: &Arc<Context>, events: &Arc<DeviceEvents>, config: &Config) {
     let reader =
         EventReader { context: Arc::clone(context), events: Arc::clone(events), fatal_ends: config.ib_return_async_events };
-    let watched = context.event_fd().and_then(|fd: RawFd| Watcher::get()?.watch_fd(fd, Arc::new(reader)));
+    let watched = context
+        .event_fd()
+        .map_err(|e| e.to_string())
+        .and_then(|fd| Watcher::global().and_then(|w| w.watch_fd(fd, Arc::new(reader))).map_err(|e| e.to_string()));
     match watched {
         // Devices stay open until the process ends, and so does the watch.
         Ok(handle) => std::mem::forget::<FdHandle>(handle),

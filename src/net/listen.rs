@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::config::Config;
 use crate::memory::Pages;
-use crate::rendezvous::{Channel, HANDLE_BYTES, Listener};
+use crate::rendezvous::{Channel, HANDLE_BYTES, Limits, Listener};
 use crate::topology::{ifaces, rails};
 use crate::transfer::credit::{CreditRing, Stride};
 use crate::transfer::{QpSet, Receiver, ReceiverParts};
@@ -31,8 +31,6 @@ pub struct Accepting {
     rails: Vec<Arc<Port>>,
     device: String,
     peers: Vec<Pending>,
-    /// Peers with a version of ours that does not fit, already told of.
-    told: u64,
 }
 
 #[derive(Debug)]
@@ -65,14 +63,13 @@ impl Accepting {
         let choice = ifaces::choose(&ifaces::list(), config)
             .map_err(|e| NetError::new(Code::System, format!("no interface for connection set-up: {e}")))?;
         let address = SocketAddr::new(choice.addr, 0);
-        let (listener, handle) = Listener::bind(address, config.port_range.clone())
+        let (listener, handle) = Listener::bind(address, config.port_range.clone(), Limits::default())
             .map_err(|e| NetError::new(Code::System, format!("{e}; on interface {}", choice.name)))?;
         let accepting = Self {
             listener,
             rails: device.rails.clone(),
             device: device.name.to_string_lossy().into_owned(),
             peers: Vec::new(),
-            told: 0,
         };
         Ok((Box::new(accepting), handle.encode()))
     }
@@ -103,10 +100,8 @@ impl Accepting {
 
     /// A peer with another version of this plugin would look like a hang.
     fn tell_of_strangers(&mut self) {
-        let rejected = self.listener.rejected();
-        if rejected.version > self.told {
-            self.told = rejected.version;
-            tracing::warn!(target: "init", "{}", rejected.version_text());
+        if let Some(text) = self.listener.take_warning() {
+            tracing::warn!(target: "init", "{text}");
         }
     }
 }
@@ -115,7 +110,7 @@ impl Pending {
     fn step(mut self, rails: &[Arc<Port>], device: &str, config: &Config, now: Instant) -> Result<Step, NetError> {
         let late = now.saturating_duration_since(self.since) > config.connect_timeout;
         let give_up = |channel: &mut Channel, what: &str| {
-            let peer = channel.peer().to_string();
+            let peer = channel.peer_addr().to_string();
             refuse_with(channel, too_late(what, &peer, config.connect_timeout))
         };
         loop {
@@ -264,7 +259,7 @@ fn finish(
         max_inline,
         can_flush,
     });
-    let base = base("receive", channel, alert, qps, ports, routes, offer.who.clone(), config)?;
+    let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm {
         hot: UnsafeCell::new(receiver),
         base,

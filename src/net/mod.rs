@@ -22,7 +22,7 @@ use dashmap::DashMap;
 use crate::abi::types::ncclDebugLogger_t;
 use crate::config::Config;
 use crate::observe;
-use crate::rendezvous::Handle;
+use crate::rendezvous::{Handle, SPARE_BYTES};
 
 use connect::Connecting;
 
@@ -174,8 +174,9 @@ impl Engine {
     /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls.
     pub fn connect(&self, dev: c_int, handle: &mut [u8; HANDLE_BYTES]) -> Result<Option<Box<Comm>>, NetError> {
         let now = Instant::now();
-        let id = match Handle::connector_id(handle) {
-            Some(id) if self.connecting.contains_key(&id) => id,
+        let spare = Handle::spare(handle);
+        let id = match u64::from_le_bytes(*spare.first_chunk().unwrap_or(&[0; 8])) {
+            id if id != 0 && self.connecting.contains_key(&id) => id,
             _ => {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
@@ -184,7 +185,9 @@ impl Engine {
                     Connecting::start(device, &parsed, &self.config, now).map_err(NetError::printed)?;
                 self.reap(now);
                 let id = connecting.id();
-                Handle::set_connector_id(handle, id);
+                let mut spare = [0; SPARE_BYTES];
+                spare[..8].copy_from_slice(&id.to_le_bytes());
+                Handle::set_spare(handle, spare);
                 self.connecting.insert(id, connecting);
                 id
             }

@@ -175,6 +175,28 @@ impl Post for QpSet {
     }
 }
 
+impl<T: Post> Post for Arc<T> {
+    #[inline]
+    unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).write(qp, w) }
+    }
+
+    fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError> {
+        (**self).recvs(qp, wr_id, count)
+    }
+
+    unsafe fn flush(&self, rail: usize, wr_id: u64, remote: u64, rkey: u32) -> Result<(), VerbsError> {
+        // SAFETY: the caller's promise.
+        unsafe { (**self).flush(rail, wr_id, remote, rkey) }
+    }
+
+    #[inline]
+    fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
+        (**self).poll(rail, batch)
+    }
+}
+
 /// Why the data path of a connection stopped.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum Fault {
