@@ -6,14 +6,14 @@ use soft_hca::verbs as v;
 use std::ptr;
 use std::time::{Duration, Instant};
 
-pub const ALL: i32 = 0xf;
-pub const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const ALL: i32 = 0xf;
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 
-pub struct Nic {
-    pub ctx: *mut ffi::ibv_context,
-    pub pd: *mut ffi::ibv_pd,
-    pub gid_index: u8,
-    pub gid: [u8; 16],
+pub(crate) struct Nic {
+    pub(crate) ctx: *mut ffi::ibv_context,
+    pub(crate) pd: *mut ffi::ibv_pd,
+    pub(crate) gid_index: u8,
+    pub(crate) gid: [u8; 16],
 }
 
 // The verbs are thread-safe; tests share a device among threads.
@@ -21,7 +21,7 @@ unsafe impl Send for Nic {}
 unsafe impl Sync for Nic {}
 
 impl Nic {
-    pub fn open(index: usize) -> Self {
+    pub(crate) fn open(index: usize) -> Self {
         unsafe {
             let mut num = 0;
             let list = v::get_device_list(&mut num);
@@ -39,23 +39,23 @@ impl Nic {
         }
     }
 
-    pub fn cq(&self, cqe: i32) -> *mut ffi::ibv_cq {
+    pub(crate) fn cq(&self, cqe: i32) -> *mut ffi::ibv_cq {
         let cq = unsafe { v::create_cq(self.ctx, cqe, ptr::null_mut(), ptr::null_mut(), 0) };
         assert!(!cq.is_null());
         cq
     }
 
-    pub fn mr(&self, bytes: &mut [u8], access: i32) -> *mut ffi::ibv_mr {
+    pub(crate) fn mr(&self, bytes: &mut [u8], access: i32) -> *mut ffi::ibv_mr {
         let mr = unsafe { v::reg_mr(self.pd, bytes.as_mut_ptr().cast(), bytes.len(), access) };
         assert!(!mr.is_null());
         mr
     }
 
-    pub fn qp(&self) -> Qp {
+    pub(crate) fn qp(&self) -> Qp {
         self.qp_with(|_| ())
     }
 
-    pub fn qp_with(&self, change: impl FnOnce(&mut ffi::ibv_qp_init_attr)) -> Qp {
+    pub(crate) fn qp_with(&self, change: impl FnOnce(&mut ffi::ibv_qp_init_attr)) -> Qp {
         let cq = self.cq(256);
         let mut init = ffi::ibv_qp_init_attr {
             send_cq: cq,
@@ -79,23 +79,23 @@ impl Nic {
 
 /// How a connection is made; tests change what they test.
 #[derive(Clone, Copy)]
-pub struct Link {
-    pub dest: u32,
-    pub gid: [u8; 16],
-    pub gid_index: u8,
-    pub mtu: u32,
-    pub sq_psn: u32,
-    pub rq_psn: u32,
-    pub timeout: u8,
-    pub retry_cnt: u8,
-    pub rnr_retry: u8,
-    pub min_rnr: u8,
-    pub access: i32,
-    pub reads: u8,
+pub(crate) struct Link {
+    pub(crate) dest: u32,
+    pub(crate) gid: [u8; 16],
+    pub(crate) gid_index: u8,
+    pub(crate) mtu: u32,
+    pub(crate) sq_psn: u32,
+    pub(crate) rq_psn: u32,
+    pub(crate) timeout: u8,
+    pub(crate) retry_cnt: u8,
+    pub(crate) rnr_retry: u8,
+    pub(crate) min_rnr: u8,
+    pub(crate) access: i32,
+    pub(crate) reads: u8,
 }
 
 impl Link {
-    pub fn to(nic: &Nic, dest: u32) -> Self {
+    pub(crate) fn to(nic: &Nic, dest: u32) -> Self {
         Self {
             dest,
             gid: nic.gid,
@@ -114,31 +114,31 @@ impl Link {
 }
 
 #[derive(Clone, Copy)]
-pub struct Qp {
-    pub qp: *mut ffi::ibv_qp,
-    pub cq: *mut ffi::ibv_cq,
+pub(crate) struct Qp {
+    pub(crate) qp: *mut ffi::ibv_qp,
+    pub(crate) cq: *mut ffi::ibv_cq,
 }
 
 unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
 
-pub const INIT: u32 = mask::STATE | mask::PKEY_INDEX | mask::PORT | mask::ACCESS;
-pub const RTR: u32 = mask::STATE
+pub(crate) const INIT: u32 = mask::STATE | mask::PKEY_INDEX | mask::PORT | mask::ACCESS;
+pub(crate) const RTR: u32 = mask::STATE
     | mask::AV
     | mask::PATH_MTU
     | mask::DEST_QPN
     | mask::RQ_PSN
     | mask::MAX_DEST_RD
     | mask::MIN_RNR;
-pub const RTS: u32 =
+pub(crate) const RTS: u32 =
     mask::STATE | mask::TIMEOUT | mask::RETRY_CNT | mask::RNR_RETRY | mask::SQ_PSN | mask::MAX_RD;
 
 impl Qp {
-    pub fn num(&self) -> u32 {
+    pub(crate) fn num(&self) -> u32 {
         unsafe { (*self.qp).qp_num }
     }
 
-    pub fn attr(link: &Link) -> ffi::ibv_qp_attr {
+    pub(crate) fn attr(link: &Link) -> ffi::ibv_qp_attr {
         let mut attr = ffi::ibv_qp_attr {
             port_num: 1,
             path_mtu: link.mtu,
@@ -161,37 +161,37 @@ impl Qp {
         attr
     }
 
-    pub fn modify(&self, mut attr: ffi::ibv_qp_attr, state: u32, given: u32) -> i32 {
+    pub(crate) fn modify(&self, mut attr: ffi::ibv_qp_attr, state: u32, given: u32) -> i32 {
         attr.qp_state = state;
         unsafe { v::modify_qp(self.qp, &mut attr, given.cast_signed()) }
     }
 
-    pub fn init(&self, link: &Link) {
+    pub(crate) fn init(&self, link: &Link) {
         assert_eq!(self.modify(Self::attr(link), 1, INIT), 0);
     }
 
-    pub fn connect(&self, link: &Link) {
+    pub(crate) fn connect(&self, link: &Link) {
         self.init(link);
         assert_eq!(self.modify(Self::attr(link), 2, RTR), 0);
         assert_eq!(self.modify(Self::attr(link), 3, RTS), 0);
     }
 
-    pub fn to_err(&self) {
+    pub(crate) fn to_err(&self) {
         assert_eq!(self.modify(ffi::ibv_qp_attr::default(), 6, mask::STATE), 0);
     }
 
-    pub fn send(&self, mut wr: ffi::ibv_send_wr) -> i32 {
+    pub(crate) fn send(&self, mut wr: ffi::ibv_send_wr) -> i32 {
         let mut bad = ptr::null_mut();
         unsafe { (*(*self.qp).context).ops.post_send.unwrap()(self.qp, &mut wr, &mut bad) }
     }
 
-    pub fn write(&self, id: u64, local: &[ffi::ibv_sge], raddr: u64, rkey: u32, imm: Option<u32>) {
+    pub(crate) fn write(&self, id: u64, local: &[ffi::ibv_sge], raddr: u64, rkey: u32, imm: Option<u32>) {
         let opcode = if imm.is_some() { 1 } else { 0 };
         let wr = wr(id, opcode, local, raddr, rkey, imm.unwrap_or(0));
         assert_eq!(self.send(wr), 0);
     }
 
-    pub fn recv(&self, id: u64, sges: &[ffi::ibv_sge]) -> i32 {
+    pub(crate) fn recv(&self, id: u64, sges: &[ffi::ibv_sge]) -> i32 {
         let mut wr = ffi::ibv_recv_wr {
             wr_id: id,
             next: ptr::null_mut(),
@@ -202,20 +202,20 @@ impl Qp {
         unsafe { (*(*self.qp).context).ops.post_recv.unwrap()(self.qp, &mut wr, &mut bad) }
     }
 
-    pub fn poll(&self) -> Vec<Wc> {
+    pub(crate) fn poll(&self) -> Vec<Wc> {
         poll(self.cq)
     }
 
-    pub fn wait(&self, count: usize) -> Vec<Wc> {
+    pub(crate) fn wait(&self, count: usize) -> Vec<Wc> {
         wait(self.cq, count)
     }
 
     /// The next completion.
-    pub fn one(&self) -> Wc {
+    pub(crate) fn one(&self) -> Wc {
         wait(self.cq, 1)[0]
     }
 
-    pub fn destroy(self) {
+    pub(crate) fn destroy(self) {
         unsafe {
             assert_eq!(v::destroy_qp(self.qp), 0);
             assert_eq!(v::destroy_cq(self.cq), 0);
@@ -223,13 +223,13 @@ impl Qp {
     }
 }
 
-pub fn poll(cq: *mut ffi::ibv_cq) -> Vec<Wc> {
+pub(crate) fn poll(cq: *mut ffi::ibv_cq) -> Vec<Wc> {
     let mut out = [Wc::default(); 32];
     let found = unsafe { (*(*cq).context).ops.poll_cq.unwrap()(cq, 32, out.as_mut_ptr().cast()) };
     out[..usize::try_from(found).unwrap()].to_vec()
 }
 
-pub fn wait(cq: *mut ffi::ibv_cq, count: usize) -> Vec<Wc> {
+pub(crate) fn wait(cq: *mut ffi::ibv_cq, count: usize) -> Vec<Wc> {
     let (start, mut all) = (Instant::now(), Vec::new());
     while all.len() < count {
         let mut one = [Wc::default(); 1];
@@ -244,7 +244,7 @@ pub fn wait(cq: *mut ffi::ibv_cq, count: usize) -> Vec<Wc> {
     all
 }
 
-pub fn sge(bytes: &[u8], mr: *mut ffi::ibv_mr) -> ffi::ibv_sge {
+pub(crate) fn sge(bytes: &[u8], mr: *mut ffi::ibv_mr) -> ffi::ibv_sge {
     ffi::ibv_sge {
         addr: bytes.as_ptr().expose_provenance() as u64,
         length: u32::try_from(bytes.len()).unwrap(),
@@ -253,7 +253,7 @@ pub fn sge(bytes: &[u8], mr: *mut ffi::ibv_mr) -> ffi::ibv_sge {
 }
 
 /// Signalled.
-pub fn wr(id: u64, opcode: u32, local: &[ffi::ibv_sge], raddr: u64, rkey: u32, imm: u32) -> ffi::ibv_send_wr {
+pub(crate) fn wr(id: u64, opcode: u32, local: &[ffi::ibv_sge], raddr: u64, rkey: u32, imm: u32) -> ffi::ibv_send_wr {
     let mut wr: ffi::ibv_send_wr = unsafe { std::mem::zeroed() };
     wr.wr_id = id;
     wr.opcode = opcode;
@@ -267,11 +267,11 @@ pub fn wr(id: u64, opcode: u32, local: &[ffi::ibv_sge], raddr: u64, rkey: u32, i
 }
 
 /// Two connected queue pairs of one device.
-pub fn pair(nic: &Nic) -> (Qp, Qp) {
+pub(crate) fn pair(nic: &Nic) -> (Qp, Qp) {
     pair_with(nic, |_| (), |_| ())
 }
 
-pub fn pair_with(nic: &Nic, first: impl FnOnce(&mut Link), second: impl FnOnce(&mut Link)) -> (Qp, Qp) {
+pub(crate) fn pair_with(nic: &Nic, first: impl FnOnce(&mut Link), second: impl FnOnce(&mut Link)) -> (Qp, Qp) {
     let (a, b) = (nic.qp(), nic.qp());
     let (mut to_b, mut to_a) = (Link::to(nic, b.num()), Link::to(nic, a.num()));
     first(&mut to_b);
@@ -281,20 +281,20 @@ pub fn pair_with(nic: &Nic, first: impl FnOnce(&mut Link), second: impl FnOnce(&
     (a, b)
 }
 
-pub fn pattern(len: usize, seed: u8) -> Vec<u8> {
+pub(crate) fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|i| (i as u8).wrapping_mul(31) ^ (i >> 8) as u8 ^ seed).collect()
 }
 
-pub fn addr(bytes: &[u8]) -> u64 {
+pub(crate) fn addr(bytes: &[u8]) -> u64 {
     bytes.as_ptr().expose_provenance() as u64
 }
 
-pub fn rkey(mr: *mut ffi::ibv_mr) -> u32 {
+pub(crate) fn rkey(mr: *mut ffi::ibv_mr) -> u32 {
     unsafe { (*mr).rkey }
 }
 
 /// The next asynchronous event, or None after a while.
-pub fn async_event(ctx: *mut ffi::ibv_context, within: Duration) -> Option<ffi::ibv_async_event> {
+pub(crate) fn async_event(ctx: *mut ffi::ibv_context, within: Duration) -> Option<ffi::ibv_async_event> {
     let fd = unsafe { (*ctx).async_fd };
     let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let ms = i32::try_from(within.as_millis()).unwrap();
@@ -305,4 +305,4 @@ pub fn async_event(ctx: *mut ffi::ibv_context, within: Duration) -> Option<ffi::
     })
 }
 
-pub const RIGHTS: i32 = (access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ).cast_signed();
+pub(crate) const RIGHTS: i32 = (access::LOCAL_WRITE | access::REMOTE_WRITE | access::REMOTE_READ).cast_signed();
