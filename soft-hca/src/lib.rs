@@ -13,6 +13,7 @@ pub mod fabric;
 pub mod faults;
 mod link;
 pub mod memory;
+pub mod names;
 mod null;
 mod qp;
 mod queue;

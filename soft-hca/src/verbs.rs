@@ -1174,3 +1174,8 @@ pub unsafe extern "C" fn fork_init() -> c_int {
 pub unsafe extern "C" fn is_fork_initialized() -> c_int {
     2
 }
+
+/// Data lands in ascending order, in whole words; that is less than the whole messages this verb asks about.
+pub unsafe extern "C" fn data_in_order(_qp: *mut ffi::ibv_qp, _op: c_int, _flags: u32) -> c_int {
+    0
+}
