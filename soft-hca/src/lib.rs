@@ -1,1 +1,27 @@
-//! soft-hca: an RDMA adapter in software.
+//! soft-hca: an RDMA adapter in software, for development, CI and demonstrations.
+//!
+//! Reliable-connected queue pairs behind the verbs ABI, strict where hardware is strict. `verbs` is the border to C;
+//! `adapter` is what a process has; `qp`, `queue`, `memory`, `events` are the objects; `engine` and `rc` move data, over
+//! `link`, `registry`, `shm` and `wire` where the peer is another process. `null` moves it inside the posting call.
+//! `soft-hca-verbs` gives `verbs` the names and versions of `libibverbs.so.1`.
+pub mod abi;
+mod adapter;
+pub mod copy;
+mod engine;
+mod events;
+pub mod fabric;
+pub mod faults;
+mod link;
+pub mod memory;
+pub mod names;
+mod null;
+mod qp;
+mod queue;
+mod rc;
+mod registry;
+mod shm;
+mod table;
+pub mod verbs;
+mod wire;
+
+pub use adapter::{Control, install};
