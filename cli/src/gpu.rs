@@ -194,12 +194,15 @@ fn symbol<T: Copy>(library: &libloading::Library, name: &CStr) -> anyhow::Result
 impl Nccl {
     pub(crate) fn load(path: Option<&Path>) -> anyhow::Result<Self> {
         let names = path.map_or_else(|| NCCL_NAMES.map(OsStr::new).to_vec(), |path| vec![path.as_os_str()]);
-        // SAFETY: running the constructors of NCCL is what this command is for.
-        let mut opened = names.iter().map(|name| unsafe { libloading::Library::new(name) });
-        let library = opened.find_map(Result::ok).ok_or_else(|| {
-            let names = names.iter().map(|name| name.to_string_lossy()).collect::<Vec<_>>().join(" nor ");
-            Absent(format!("no NCCL: {names} cannot be loaded; name the file with --nccl"))
-        })?;
+        let mut reasons = Vec::new();
+        let library = names.into_iter().find_map(|name| {
+            // SAFETY: running the constructors of NCCL is what this command is for.
+            let opened = unsafe { libloading::Library::new(name) };
+            opened.map_err(|error| reasons.push(format!("{:#}", anyhow::Error::new(error)))).ok()
+        });
+        let Some(library) = library else {
+            bail!(Absent(format!("no NCCL ({}); name the file with --nccl", reasons.join("; "))));
+        };
         // NCCL has threads of its own; it is never unloaded.
         let library = ManuallyDrop::new(library);
         Ok(Self {
