@@ -172,7 +172,7 @@ settings! {
     rails: Option<String> = None, "NCCL_NET_RDMA_RAILS", Any, "groups of ports that one connection uses together: a+b,c:1+d:1";
     strict: bool = false, "NCCL_NET_RDMA_STRICT", Any, "1: without a usable device the job stops instead of falling back";
     port_range: Option<RangeInclusive<u16>> = None, "NCCL_NET_RDMA_PORT_RANGE", Any, "TCP ports for connection set-up: first-last; unset: any";
-    connect_timeout: Duration = Duration::from_secs(120), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take";
+    connect_timeout: Duration = Duration::from_secs(300), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take; a peer that can't be reached at all is given up after 60";
     split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory; for tests";
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";

@@ -20,6 +20,9 @@ use super::endpoint::{Draft, Role};
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::{Code, NetError, control};
 
+/// How long a listener may be out of reach: it was there before its handle was.
+const DIAL: Duration = Duration::from_secs(60);
+
 /// A connect that NCCL polls.
 #[derive(Debug)]
 pub(super) struct Connecting {
@@ -82,7 +85,7 @@ impl Connecting {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
         let deadline = now + config.connect_timeout;
-        let connector = Connector::new(handle, None, now, deadline);
+        let connector = Connector::new(handle, None, now, deadline.min(now + DIAL));
         // The ring for as many rails as the two sides can agree on, on each of them.
         let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
             .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;
