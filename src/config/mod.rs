@@ -6,6 +6,7 @@
 
 mod parse;
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -14,7 +15,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use parse::Value;
+use parse::{Note, Value};
 
 /// Something a person probably meant otherwise.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,7 +46,7 @@ pub enum RoceVersion {
 pub enum Origin {
     Default,
     Environment,
-    /// Set, but out of range: the nearest value, or the default, is in force.
+    /// Set, but not to a valid value: the nearest one, or the default, is in force.
     Corrected,
 }
 
@@ -65,6 +66,9 @@ pub struct Setting {
     pub name: &'static str,
     /// As it would be written in the environment; empty where unset.
     pub value: String,
+    pub default: String,
+    /// The values that it may have, in words.
+    pub valid: String,
     pub origin: Origin,
     pub meaning: &'static str,
 }
@@ -88,47 +92,67 @@ macro_rules! settings {
                 lookup: &dyn Fn(&str) -> Option<String>,
                 names: impl Iterator<Item = String>,
             ) -> (Self, Vec<Warning>) {
+                // An empty text means the default, as in NCCL.
+                let lookup = |name: &str| lookup(name).filter(|text| !text.is_empty());
                 let mut warnings = Vec::new();
                 let mut origins = Vec::new();
                 $(let $field: $type = {
-                    let spec = $spec;
-                    match lookup($name).filter(|text| !text.is_empty()) {
-                        None => {
-                            origins.push(($name, Origin::Default));
-                            $default
-                        }
-                        Some(text) => match <$type as Value>::parse(&text, &spec) {
-                            Ok((value, None)) => {
-                                origins.push(($name, Origin::Environment));
-                                value
-                            }
-                            Ok((value, Some(what))) => {
-                                warnings.push(Warning(format!("{}={text}: {what}; {} is used", $name, value.show())));
-                                origins.push(($name, Origin::Corrected));
-                                value
-                            }
-                            Err(what) => {
-                                let default: $type = $default;
-                                let shown = default.show();
-                                let shown = if shown.is_empty() { "the default".to_owned() } else { format!("the default {shown}") };
-                                warnings.push(Warning(format!("{}={text}: {what}; {shown} is used", $name)));
-                                origins.push(($name, Origin::Corrected));
-                                default
-                            }
-                        },
-                    }
+                    let (value, origin) = read($name, lookup($name), $default, &$spec, &mut warnings);
+                    origins.push(($name, origin));
+                    value
                 };)*
-                not_honoured(names, &mut warnings);
+                not_honoured(names.filter(|name| lookup(name).is_some()), &mut warnings);
                 (Self { $($field,)* origins }, warnings)
             }
 
             /// The settings in force, with where each came from and what it means.
             pub fn describe(&self) -> Vec<Setting> {
                 let origin = |name| self.origins.iter().find(|(n, _)| *n == name).map_or(Origin::Default, |(_, o)| *o);
-                vec![$(Setting { name: $name, value: self.$field.show(), origin: origin($name), meaning: $meaning }),*]
+                vec![$({
+                    let default: $type = $default;
+                    Setting {
+                        name: $name,
+                        value: self.$field.show(),
+                        default: default.show(),
+                        valid: <$type as Value>::valid(&$spec),
+                        origin: origin($name),
+                        meaning: $meaning,
+                    }
+                }),*]
             }
         }
     };
+}
+
+/// The value in force of one setting. What is not as the user wrote it is told, with the valid values and the one used.
+fn read<T: Value>(
+    name: &str,
+    text: Option<String>,
+    default: T,
+    spec: &Spec,
+    warnings: &mut Vec<Warning>,
+) -> (T, Origin) {
+    let Some(text) = text else { return (default, Origin::Default) };
+    match T::parse(&text, spec) {
+        Ok((value, None)) => (value, Origin::Environment),
+        Ok((value, Some(Note::Advice(what)))) => {
+            warnings.push(Warning(format!("{name}={text}: {what}")));
+            (value, Origin::Environment)
+        }
+        Ok((value, Some(Note::OutOfRange))) => {
+            let (valid, used) = (T::valid(spec), value.show());
+            warnings.push(Warning(format!("{name}={text}: out of range, valid: {valid}; {used} is used")));
+            (value, Origin::Corrected)
+        }
+        Err(what) => {
+            let valid = T::valid(spec);
+            let shown = default.show();
+            let used =
+                if shown.is_empty() { "as if it were unset".to_owned() } else { format!("the default, {shown}") };
+            warnings.push(Warning(format!("{name}={text}: {what}, valid: {valid}; used: {used}")));
+            (default, Origin::Corrected)
+        }
+    }
 }
 
 /// What a value may be.
@@ -178,23 +202,28 @@ settings! {
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
 }
 
-/// `NCCL_IB_*` names that NCCL's core handles and the plugin need not know.
-const CORE: &[&str] = &["NCCL_IB_MERGE_NICS", "NCCL_IB_GDR_FLUSH_DISABLE"];
+/// `NCCL_IB_*` names that ask for what happens anyway: a plugin of ABI v8 is never asked to merge NICs.
+const MOOT: &[&str] = &["NCCL_IB_MERGE_NICS"];
 
-/// Names that newer NCCL no longer reads, and what took their place.
-const GONE: &[(&str, &str)] = &[
+/// Names that have no effect on this plugin though people set them, and what to know or to use instead.
+const INSTEAD: &[(&str, &str)] = &[
     ("NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL decides on GPUDirect"),
     ("NCCL_IB_GDR_LEVEL", "it is called NCCL_NET_GDR_LEVEL now"),
     ("NCCL_IB_IS_GLOBAL", "a GRH is used where the port or the subnets ask for it"),
+    ("NCCL_GDR_FLUSH_DISABLE", "data go to host memory, which needs no flush"),
+    ("NCCL_SOCKET_RETRY_CNT", "NCCL_NET_RDMA_CONNECT_TIMEOUT bounds connection set-up"),
+    ("NCCL_SOCKET_RETRY_SLEEP_MSEC", "NCCL_NET_RDMA_CONNECT_TIMEOUT bounds connection set-up"),
 ];
 
+/// Tells, once a name, what is set in vain: NCCL's names for its own InfiniBand transport, and misspelt ones of ours.
 fn not_honoured(names: impl Iterator<Item = String>, warnings: &mut Vec<Warning>) {
-    let mut names: Vec<String> = names.filter(|n| n.starts_with("NCCL_IB_")).collect();
-    names.sort_unstable();
-    for name in names {
-        if let Some((_, instead)) = GONE.iter().find(|(n, _)| *n == name) {
-            warnings.push(Warning(format!("{name} is set and has no effect: {instead}")));
-        } else if !NAMES.contains(&name.as_str()) && !CORE.contains(&name.as_str()) {
+    for name in names.collect::<BTreeSet<_>>() {
+        if let Some((_, instead)) = INSTEAD.iter().find(|(n, _)| *n == name) {
+            warnings.push(Warning(format!("{name} is set and has no effect on this plugin: {instead}")));
+        } else if name.starts_with("NCCL_NET_RDMA_") && !NAMES.contains(&name.as_str()) {
+            let ours = NAMES.iter().copied().filter(|n| n.starts_with("NCCL_NET_RDMA_")).collect::<Vec<_>>().join(", ");
+            warnings.push(Warning(format!("{name} is set and is no setting of this plugin; there are {ours}")));
+        } else if name.starts_with("NCCL_IB_") && ![NAMES, MOOT].concat().contains(&name.as_str()) {
             warnings.push(Warning(format!("{name} is set and not honoured by this version of the plugin")));
         }
     }
@@ -230,7 +259,12 @@ mod tests {
 
     #[test]
     fn integers_as_strtoll_with_base_0() {
-        let (c, w) = load(&[("NCCL_IB_TC", "0x6a"), ("NCCL_IB_TIMEOUT", "022"), ("NCCL_IB_GID_INDEX", "-1"), ("NCCL_IB_SL", "")]);
+        let (c, w) = load(&[
+            ("NCCL_IB_TC", "0x6a"),
+            ("NCCL_IB_TIMEOUT", "022"),
+            ("NCCL_IB_GID_INDEX", "-1"),
+            ("NCCL_IB_SL", ""),
+        ]);
         assert!(w.is_empty(), "{w:?}");
         assert_eq!((c.ib_tc, c.ib_timeout, c.ib_gid_index, c.ib_sl), (Some(106), 18, None, None));
     }
@@ -251,7 +285,32 @@ mod tests {
             assert_eq!(w.len(), 1, "{name}={value}: {w:?}");
             assert!(w[0].starts_with(&format!("{name}={value}: ")), "{w:?}");
         }
-        assert!(load(&[("NCCL_IB_TIMEOUT", "60")]).1[0].contains("1 to 31"));
+    }
+
+    /// A warning names the variable, its text, the valid values and the one in force.
+    #[test]
+    fn a_warning_says_what_is_valid_and_what_is_used() {
+        let only = |name, value| load(&[(name, value)]).1.join("\n");
+        assert_eq!(only("NCCL_IB_RETRY_CNT", "15"), "NCCL_IB_RETRY_CNT=15: out of range, valid: 0 to 7; 7 is used");
+        assert_eq!(
+            only("NCCL_IB_RETRY_CNT", "many"),
+            "NCCL_IB_RETRY_CNT=many: not a whole number, valid: 0 to 7; used: the default, 7"
+        );
+        assert_eq!(
+            only("NCCL_SOCKET_FAMILY", "v6"),
+            "NCCL_SOCKET_FAMILY=v6: not a word that is known, valid: AF_INET or AF_INET6; used: as if it were unset"
+        );
+        assert!(only("NCCL_IB_TIMEOUT", "60").contains("1 to 31"));
+        assert!(only("NCCL_IB_DISABLE", "yes").contains("valid: 0 or 1; used: the default, 0"));
+    }
+
+    /// 0 is what was asked for, so it is in force; what it means is told.
+    #[test]
+    fn a_timeout_of_0_is_taken_and_told() {
+        let (c, w) = load(&[("NCCL_IB_TIMEOUT", "0")]);
+        let shown = c.describe().into_iter().find(|s| s.name == "NCCL_IB_TIMEOUT").expect("there");
+        assert_eq!((shown.value.as_str(), shown.origin), ("0", Origin::Environment));
+        assert!(w.len() == 1 && w[0].contains("for ever"), "{w:?}");
     }
 
     #[test]
@@ -282,10 +341,24 @@ mod tests {
 
     #[test]
     fn what_is_not_honoured_is_told_once() {
-        let (_, w) = load(&[("NCCL_IB_OOO_RQ", "1"), ("NCCL_IB_CUDA_SUPPORT", "1"), ("NCCL_IB_TIMEOUT", "22"), ("NCCL_DEBUG", "INFO")]);
+        let (_, w) = load(&[
+            ("NCCL_IB_OOO_RQ", "1"),
+            ("NCCL_IB_CUDA_SUPPORT", "1"),
+            ("NCCL_IB_TIMEOUT", "22"),
+            ("NCCL_DEBUG", "INFO"),
+        ]);
         assert_eq!(w.len(), 2, "{w:?}");
         assert!(w.iter().any(|x| x.contains("NCCL_IB_OOO_RQ")));
         assert!(w.iter().any(|x| x.contains("NCCL_NET_GDR_LEVEL")));
+        let (_, w) = load(&[("NCCL_NET_RDMA_RAIL", "a+b"), ("NCCL_SOCKET_RETRY_CNT", "5"), ("NCCL_IB_OOO_RQ", "")]);
+        assert_eq!(w.len(), 2, "{w:?}");
+        assert!(w[0].contains("NCCL_NET_RDMA_RAILS") && w[1].contains("NCCL_NET_RDMA_CONNECT_TIMEOUT"), "{w:?}");
+        let twice = ["NCCL_IB_AR_THRESHOLD", "NCCL_IB_AR_THRESHOLD"].map(str::to_owned);
+        assert_eq!(
+            Config::load(&|_| Some("1".into()), twice.into_iter()).1.iter().filter(|w| w.0.contains("AR_T")).count(),
+            1
+        );
+        assert!(load(&[("NCCL_IB_MERGE_NICS", "0")]).1.is_empty());
     }
 
     #[test]
@@ -295,7 +368,27 @@ mod tests {
         assert_eq!(shown.len(), NAMES.len());
         let timeout = shown.iter().find(|s| s.name == "NCCL_IB_TIMEOUT").expect("there");
         assert_eq!((timeout.value.as_str(), timeout.origin), ("31", Origin::Corrected));
-        assert!(shown.iter().all(|s| !s.meaning.is_empty()));
+        assert_eq!((timeout.default.as_str(), timeout.valid.as_str()), ("20", "1 to 31, or 0: for ever"));
+        assert!(shown.iter().all(|s| !s.meaning.is_empty() && !s.valid.is_empty()));
+    }
+
+    /// What is shown can be put into the environment again, and means the same.
+    #[test]
+    fn what_is_shown_reads_back() {
+        let set = [
+            ("NCCL_IB_GID_INDEX", "0x3"),
+            ("NCCL_IB_ADDR_RANGE", "fd00::/8"),
+            ("NCCL_IB_ADDR_FAMILY", "AF_INET6"),
+            ("NCCL_NET_RDMA_PORT_RANGE", "50000-50010"),
+            ("NCCL_NET_RDMA_CONNECT_TIMEOUT", "5"),
+            ("NCCL_IB_MERGE_VFS", "0"),
+        ];
+        let shown = load(&set).0.describe();
+        let again: Vec<(&str, &str)> = shown.iter().map(|s| (s.name, s.value.as_str())).collect();
+        let (config, warnings) = load(&again);
+        assert!(warnings.is_empty(), "{warnings:?}");
+        let values = |d: &[Setting]| d.iter().map(|s| s.value.clone()).collect::<Vec<_>>();
+        assert_eq!(values(&config.describe()), values(&shown));
     }
 
     proptest! {

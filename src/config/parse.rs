@@ -9,10 +9,22 @@ use ipnet::IpNet;
 
 use super::{AddrFamily, RoceVersion, Spec};
 
-/// A value of a setting. `parse` gives the value and, where it is not the one asked for, why; or why there is none.
+/// What there is to say of a value that was read.
+pub(super) enum Note {
+    /// It is the one that was asked for, but has a catch.
+    Advice(&'static str),
+    /// It is the nearest valid one.
+    OutOfRange,
+}
+
+/// A value of a setting.
 pub(super) trait Value: Sized {
-    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String>;
+    /// The value of a text, or why it has none.
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String>;
+    /// As it would be written in the environment; empty for unset.
     fn show(&self) -> String;
+    /// The valid values, in words.
+    fn valid(spec: &Spec) -> String;
 }
 
 /// strtoll with base 0, the whole text.
@@ -36,28 +48,31 @@ fn integer(text: &str) -> Result<i64, String> {
 }
 
 /// An integer inside the setting's range.
-fn ranged(text: &str, spec: &Spec) -> Result<(i64, Option<String>), String> {
+fn ranged(text: &str, spec: &Spec) -> Result<(i64, Option<Note>), String> {
     let value = integer(text)?;
     let (low, high) = match *spec {
-        Spec::Range(low, high) => (low, high),
-        Spec::RangeOrForever(low, high) => {
-            if value == 0 {
-                return Ok((0, Some("0 means to wait for ever, so a dead peer is never noticed by the NIC".to_owned())));
-            }
-            (low, high)
+        Spec::RangeOrForever(..) if value == 0 => {
+            return Ok((0, Some(Note::Advice("the NIC waits for ever, and never notices a dead peer"))));
         }
+        Spec::Range(low, high) | Spec::RangeOrForever(low, high) => (low, high),
         Spec::Any => (i64::MIN, i64::MAX),
     };
-    if value < low || value > high {
-        return Ok((value.clamp(low, high), Some(format!("out of range, {low} to {high}"))));
+    let nearest = value.clamp(low, high);
+    Ok((nearest, (nearest != value).then_some(Note::OutOfRange)))
+}
+
+fn range(spec: &Spec) -> String {
+    match spec {
+        Spec::Range(low, high) => format!("{low} to {high}"),
+        Spec::RangeOrForever(low, high) => format!("{low} to {high}, or 0: for ever"),
+        Spec::Any => "whole numbers".to_owned(),
     }
-    Ok((value, None))
 }
 
 macro_rules! integers {
     ($($type:ty),*) => {$(
         impl Value for $type {
-            fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+            fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
                 let (value, told) = ranged(text, spec)?;
                 let value = Self::try_from(value).map_err(|_| "out of range".to_owned())?;
                 Ok((value, told))
@@ -66,24 +81,32 @@ macro_rules! integers {
             fn show(&self) -> String {
                 self.to_string()
             }
+
+            fn valid(spec: &Spec) -> String {
+                range(spec)
+            }
         }
     )*};
 }
 integers!(u8, u16, u32, u64, usize);
 
 impl Value for bool {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
-        Ok((integer(text).map_err(|e| format!("{e} (0 or 1)"))? != 0, None))
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
+        Ok((integer(text)? != 0, None))
     }
 
     fn show(&self) -> String {
         u8::from(*self).to_string()
     }
+
+    fn valid(_: &Spec) -> String {
+        "0 or 1".to_owned()
+    }
 }
 
 /// -1 is "not set".
 impl Value for Option<u8> {
-    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
         let (value, told) = ranged(text, spec)?;
         Ok((u8::try_from(value).ok(), told))
     }
@@ -91,35 +114,51 @@ impl Value for Option<u8> {
     fn show(&self) -> String {
         self.map_or_else(|| "-1".to_owned(), |v| v.to_string())
     }
+
+    fn valid(spec: &Spec) -> String {
+        range(spec)
+    }
 }
 
 impl Value for Option<String> {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
         Ok((Some(text.to_owned()), None))
     }
 
     fn show(&self) -> String {
         self.clone().unwrap_or_default()
     }
+
+    fn valid(_: &Spec) -> String {
+        "text".to_owned()
+    }
 }
 
 impl Value for PathBuf {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
         Ok((Self::from(text), None))
     }
 
     fn show(&self) -> String {
         self.display().to_string()
     }
+
+    fn valid(_: &Spec) -> String {
+        "a path".to_owned()
+    }
 }
 
 impl Value for Option<PathBuf> {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
         Ok((Some(PathBuf::from(text)), None))
     }
 
     fn show(&self) -> String {
         self.as_ref().map_or_else(String::new, |p| p.display().to_string())
+    }
+
+    fn valid(spec: &Spec) -> String {
+        PathBuf::valid(spec)
     }
 }
 
@@ -133,35 +172,43 @@ impl fmt::Display for AddrFamily {
 }
 
 impl Value for AddrFamily {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
         match text {
             "AF_INET" => Ok((Self::V4, None)),
             "AF_INET6" => Ok((Self::V6, None)),
-            _ => Err("neither AF_INET nor AF_INET6".to_owned()),
+            _ => Err("not a word that is known".to_owned()),
         }
     }
 
     fn show(&self) -> String {
         self.to_string()
     }
+
+    fn valid(_: &Spec) -> String {
+        "AF_INET or AF_INET6".to_owned()
+    }
 }
 
 impl Value for Option<AddrFamily> {
-    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
         AddrFamily::parse(text, spec).map(|(v, told)| (Some(v), told))
     }
 
     fn show(&self) -> String {
         self.as_ref().map_or_else(String::new, Value::show)
     }
+
+    fn valid(spec: &Spec) -> String {
+        AddrFamily::valid(spec)
+    }
 }
 
 impl Value for RoceVersion {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
         match integer(text)? {
             1 => Ok((Self::V1, None)),
             2 => Ok((Self::V2, None)),
-            _ => Err("neither 1 nor 2".to_owned()),
+            _ => Err("no such version".to_owned()),
         }
     }
 
@@ -172,22 +219,30 @@ impl Value for RoceVersion {
         }
         .to_owned()
     }
+
+    fn valid(_: &Spec) -> String {
+        "1 or 2".to_owned()
+    }
 }
 
 impl Value for Option<IpNet> {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
-        let net = text.trim().parse().map_err(|_| "not a range in CIDR form (10.0.0.0/8, fd00::/8)".to_owned())?;
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
+        let net = text.trim().parse().map_err(|_| "not a range of addresses".to_owned())?;
         Ok((Some(net), None))
     }
 
     fn show(&self) -> String {
         self.map_or_else(String::new, |n| n.to_string())
     }
+
+    fn valid(_: &Spec) -> String {
+        "a range in CIDR form, as 10.0.0.0/8 or fd00::/8".to_owned()
+    }
 }
 
 impl Value for Option<RangeInclusive<u16>> {
-    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<String>), String> {
-        let wrong = || "not a range of ports (50000-50010)".to_owned();
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
+        let wrong = || "not a range of ports".to_owned();
         let (first, last) = text.trim().split_once('-').ok_or_else(wrong)?;
         let first: u16 = first.trim().parse().map_err(|_| wrong())?;
         let last: u16 = last.trim().parse().map_err(|_| wrong())?;
@@ -200,15 +255,23 @@ impl Value for Option<RangeInclusive<u16>> {
     fn show(&self) -> String {
         self.as_ref().map_or_else(String::new, |r| format!("{}-{}", r.start(), r.end()))
     }
+
+    fn valid(_: &Spec) -> String {
+        "first-last, as 50000-50010".to_owned()
+    }
 }
 
 impl Value for Duration {
-    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<String>), String> {
+    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
         let (value, told) = ranged(text, spec)?;
         Ok((Self::from_secs(u64::try_from(value).unwrap_or(0)), told))
     }
 
     fn show(&self) -> String {
         self.as_secs().to_string()
+    }
+
+    fn valid(spec: &Spec) -> String {
+        range(spec)
     }
 }
