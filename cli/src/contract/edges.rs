@@ -64,8 +64,6 @@ pub(super) fn all() -> Vec<Case> {
         ),
         Case::new("peer-stopped", "the peer stands still in the middle: close does not wait for it", Two, peer_stopped)
             .kills(1),
-        Case::new("peer-stopped", "the peer stands still in the middle: close does not wait for it", Two, peer_stopped)
-            .kills(1),
         Case::new("dies-before-accept", "the listening process is killed before it accepts", Two, dies_before_accept)
             .kills(1),
         Case::new("dies-sending", "the sending process is killed in the middle", Two, dies_sending).kills(0),
