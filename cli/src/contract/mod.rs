@@ -271,3 +271,17 @@ fn die() -> anyhow::Result<()> {
     let _ = unsafe { libc::raise(libc::SIGKILL) };
     bail!("survived its own SIGKILL")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_cases_share_a_name() {
+        let mut names: Vec<_> = all().iter().map(|case| case.name).collect();
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
+}
