@@ -102,6 +102,11 @@ impl Adapter {
         &self.fabric
     }
 
+    /// This process's host, by its place in the fabric.
+    pub(crate) fn host(&self) -> usize {
+        self.host
+    }
+
     pub(crate) fn devices(&self) -> &[Device] {
         self.fabric.hosts.get(self.host).map_or(&[], |host| &host.devices)
     }

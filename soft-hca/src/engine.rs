@@ -90,20 +90,21 @@ impl Running {
             bell,
             stop: AtomicBool::new(false),
         });
-        let thread = threaded.then(|| spawn(Arc::clone(&engine))).transpose()?;
+        let body = Arc::clone(&engine);
+        let thread = threaded.then(|| spawn("soft-hca", move || body.run())).transpose()?;
         Ok(Self { engine, thread })
     }
 }
 
 /// Signals are for the program's own threads: the new one inherits a mask that blocks them all.
-fn spawn(engine: Arc<Engine>) -> io::Result<JoinHandle<()>> {
+pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: writable.
     unsafe { libc::sigfillset(all.as_mut_ptr()) };
     // SAFETY: one filled set, one writable.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
-    let thread = std::thread::Builder::new().name("soft-hca".into()).spawn(move || engine.run());
+    let thread = std::thread::Builder::new().name(name.into()).spawn(body);
     // SAFETY: filled by the call above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     thread
@@ -170,7 +171,7 @@ impl Engine {
 }
 
 /// Sleeps while the word is 1. Not FUTEX_PRIVATE: other processes ring too.
-fn wait_while_one(word: &AtomicU32, timeout: Option<Duration>) {
+pub(crate) fn wait_while_one(word: &AtomicU32, timeout: Option<Duration>) {
     let spec = timeout.map(|timeout| libc::timespec {
         tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: timeout.subsec_nanos().into(),

@@ -103,6 +103,11 @@ impl Ring {
         sound.then(|| Self { memory, size: size as u64, mine: 0 })
     }
 
+    /// For the thread of this process at the ring's other end, where that is a socket: it sleeps on the ring itself.
+    pub(crate) fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
     fn head(&self) -> &AtomicU64 {
         self.memory.word64(HEAD)
     }
