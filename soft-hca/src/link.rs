@@ -67,8 +67,14 @@ pub(crate) struct Links {
 impl Links {
     /// Joins the other processes; without a place to meet them, peers in this process still work.
     pub(crate) fn open(adapter: &Adapter) -> io::Result<Self> {
-        let mut links =
-            Self { own: Arc::new(Mapping::anonymous(4096)?), slot: 1, registry: None, tcp: None, outgoing: Vec::new(), incoming: Vec::new() };
+        let mut links = Self {
+            own: Arc::new(Mapping::anonymous(4096)?),
+            slot: 1,
+            registry: None,
+            tcp: None,
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+        };
         if !adapter.is_threaded() {
             return Ok(links);
         }

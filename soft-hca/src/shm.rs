@@ -198,7 +198,18 @@ mod tests {
     fn frame(psn: u32, len: u32) -> Frame {
         let (kind, total) = (Kind::Write, u64::from(len));
         Frame {
-            kind, syndrome: 0, mtu: 5, solicited: false, src: 1, dst: 2, psn, imm: 0, rkey: 0, len, total, offset: 0,
+            kind,
+            syndrome: 0,
+            mtu: 5,
+            solicited: false,
+            src: 1,
+            dst: 2,
+            psn,
+            imm: 0,
+            rkey: 0,
+            len,
+            total,
+            offset: 0,
             raddr: 0,
         }
     }

@@ -167,7 +167,8 @@ pub(crate) fn every_operation(nic: &Nic, peer: &mut Peer) {
     // Many unsignalled ones in flight with a READ among them complete in order.
     for i in 0..40u64 {
         let len = 1000 * i as usize;
-        let (opcode, sges) = if i % 8 == 7 { (4, [sge(&back[..len], back_mr)]) } else { (0, [sge(&src[..len], src_mr)]) };
+        let (opcode, sges) =
+            if i % 8 == 7 { (4, [sge(&back[..len], back_mr)]) } else { (0, [sge(&src[..len], src_mr)]) };
         let mut request = wr(i, opcode, &sges, peer.raddr, peer.rkey, 0);
         request.send_flags = if i % 4 == 3 { 2 } else { 0 };
         assert_eq!(qp.send(request), 0);
