@@ -21,14 +21,15 @@ pub(crate) fn get() -> Option<&'static Adapter> {
     if in_forked_child() {
         return None;
     }
-    ADAPTER.get_or_init(|| match Fabric::from_env() {
-        Ok((fabric, host)) => Some(Adapter::new(fabric, host, Faults::from_env())),
-        Err(error) => {
-            eprintln!("soft-hca: no devices: {error}");
-            None
-        }
-    })
-    .as_ref()
+    ADAPTER
+        .get_or_init(|| match Fabric::from_env() {
+            Ok((fabric, host)) => Some(Adapter::new(fabric, host, Faults::from_env())),
+            Err(error) => {
+                eprintln!("soft-hca: no devices: {error}");
+                None
+            }
+        })
+        .as_ref()
 }
 
 /// For programs that link this crate: the adapter of a given fabric instead of the environment's. False if one exists.
@@ -102,6 +103,11 @@ impl Adapter {
         &self.fabric
     }
 
+    /// This process's host, by its place in the fabric.
+    pub(crate) fn host(&self) -> usize {
+        self.host
+    }
+
     pub(crate) fn devices(&self) -> &[Device] {
         self.fabric.hosts.get(self.host).map_or(&[], |host| &host.devices)
     }
@@ -140,7 +146,8 @@ impl Adapter {
     }
 
     pub(crate) fn port_state(&self, device: usize, port: usize) -> PortState {
-        self.port(device, port).map_or(PortState::Down, |port| *port.state.read().unwrap_or_else(PoisonError::into_inner))
+        self.port(device, port)
+            .map_or(PortState::Down, |port| *port.state.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn port_is_up(&self, device: usize, port: usize) -> bool {
@@ -156,7 +163,8 @@ impl Adapter {
     }
 
     pub(crate) fn gids(&self, device: usize, port: usize) -> Vec<Option<([u8; 16], GidKind)>> {
-        self.port(device, port).map_or_else(Vec::new, |port| port.gids.read().unwrap_or_else(PoisonError::into_inner).clone())
+        self.port(device, port)
+            .map_or_else(Vec::new, |port| port.gids.read().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     /// Does the address lead to this port?

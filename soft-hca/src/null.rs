@@ -61,13 +61,7 @@ pub(crate) unsafe fn send(adapter: &Adapter, qp: &Qp, wr: &SendWr) -> Result<(),
 
 /// Moves the bytes and completes the receive. `Err` is the requester's status.
 #[inline]
-unsafe fn transfer(
-    adapter: &Adapter,
-    qp: &Qp,
-    op: Op,
-    wr: &SendWr,
-    sges: &[ffi::ibv_sge],
-) -> Result<u64, u32> {
+unsafe fn transfer(adapter: &Adapter, qp: &Qp, op: Op, wr: &SendWr, sges: &[ffi::ibv_sge]) -> Result<u64, u32> {
     // SAFETY: nothing is destroyed inside this call.
     let peer = unsafe { find(qp.dest.load(Relaxed)) }
         .filter(|peer| matches!(peer.state(), State::Rtr | State::Rts) && peer.dest.load(Relaxed) == qp.num)
@@ -113,7 +107,9 @@ unsafe fn transfer(
         // SAFETY: a receive is left.
         let wr_id = unsafe { peer.recv_wr_id(at) };
         // SAFETY: the only thread.
-        unsafe { peer.recv_cq.push(&peer.recv_cqe(at, wr_id, op, len, imm), wr.send_flags & send_flag::SOLICITED != 0) };
+        unsafe {
+            peer.recv_cq.push(&peer.recv_cqe(at, wr_id, op, len, imm), wr.send_flags & send_flag::SOLICITED != 0)
+        };
     }
     Ok(len)
 }

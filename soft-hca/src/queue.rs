@@ -253,7 +253,12 @@ impl Cq {
     /// # Safety
     /// Nobody else polls this queue meanwhile.
     #[inline]
-    pub(crate) unsafe fn poll_alone(&self, count: u32, mut out: impl FnMut(u32, &Wc), mut freed: impl FnMut(Freed)) -> u32 {
+    pub(crate) unsafe fn poll_alone(
+        &self,
+        count: u32,
+        mut out: impl FnMut(u32, &Wc),
+        mut freed: impl FnMut(Freed),
+    ) -> u32 {
         let tail = self.tail.load(Ordering::Relaxed);
         let found = self.head.load(Ordering::Acquire).wrapping_sub(tail).min(count);
         for i in 0..found {

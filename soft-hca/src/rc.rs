@@ -1067,8 +1067,8 @@ fn conn_port(conn: Option<&Conn>) -> u8 {
 /// The RNR timer by its code, in units of 10 µs (InfiniBand specification, table 45).
 fn rnr_delay(code: u8) -> Duration {
     const UNITS: [u32; 32] = [
-        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
-        6144, 8192, 12288, 16384, 24576, 32768, 49152,
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
+        4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
     Duration::from_micros(10) * UNITS[usize::from(code & 31)]
 }

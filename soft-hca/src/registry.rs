@@ -47,7 +47,8 @@ pub(crate) struct Registry {
     slot: u32,
     generation: u64,
     memory: Arc<Mapping>,
-    lock: File,
+    /// Held, not used.
+    _lock: File,
     ring_bytes: usize,
     knocks_seen: u32,
     pid: u32,
@@ -81,6 +82,7 @@ impl Registry {
         if fs::metadata(dir)?.uid() != unsafe { libc::geteuid() } {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"));
         }
+        sweep(dir);
         for slot in 1..SLOTS {
             if let Some(lock) = claim(&slot_path(dir, slot))? {
                 forget_links(dir, slot);
@@ -107,7 +109,7 @@ impl Registry {
         memory.word64(0).store(MAGIC, Ordering::Release);
         HELD.store(lock.as_raw_fd(), Ordering::Relaxed);
         let (dir, pid) = (dir.to_owned(), std::process::id());
-        Ok(Self { dir, slot, generation, memory, lock, ring_bytes, knocks_seen: 0, pid })
+        Ok(Self { dir, slot, generation, memory, _lock: lock, ring_bytes, knocks_seen: 0, pid })
     }
 
     pub(crate) fn slot(&self) -> u32 {
@@ -209,7 +211,6 @@ impl Drop for Registry {
         forget_links(&self.dir, self.slot);
         // While the lock is still held, so that the file can't be another process's by now.
         let _ = fs::remove_file(slot_path(&self.dir, self.slot));
-        let _ = self.lock.sync_data();
     }
 }
 
@@ -269,6 +270,18 @@ fn lock(file: &File) -> bool {
 
 fn is_locked(file: &File) -> bool {
     lock_op(file, libc::F_OFD_GETLK).is_some_and(|range| i32::from(range.l_type) != libc::F_UNLCK)
+}
+
+/// Removes what dead processes left; a slot that is alive is locked.
+fn sweep(dir: &Path) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    let slots = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.strip_prefix("slot-")?.parse().ok());
+    for slot in slots.collect::<Vec<u32>>() {
+        if let Ok(Some(_lock)) = claim(&slot_path(dir, slot)) {
+            forget_links(dir, slot);
+            let _ = fs::remove_file(slot_path(dir, slot));
+        }
+    }
 }
 
 /// Removes rings from and to a slot whose last owner is gone.

@@ -103,6 +103,11 @@ impl Ring {
         sound.then(|| Self { memory, size: size as u64, mine: 0 })
     }
 
+    /// For the thread of this process at the ring's other end, where that is a socket: it sleeps on the ring itself.
+    pub(crate) fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
     fn head(&self) -> &AtomicU64 {
         self.memory.word64(HEAD)
     }
@@ -193,7 +198,18 @@ mod tests {
     fn frame(psn: u32, len: u32) -> Frame {
         let (kind, total) = (Kind::Write, u64::from(len));
         Frame {
-            kind, syndrome: 0, mtu: 5, solicited: false, src: 1, dst: 2, psn, imm: 0, rkey: 0, len, total, offset: 0,
+            kind,
+            syndrome: 0,
+            mtu: 5,
+            solicited: false,
+            src: 1,
+            dst: 2,
+            psn,
+            imm: 0,
+            rkey: 0,
+            len,
+            total,
+            offset: 0,
             raddr: 0,
         }
     }

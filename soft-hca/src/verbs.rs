@@ -219,7 +219,9 @@ pub unsafe extern "C" fn get_device_guid(device: *mut ffi::ibv_device) -> u64 {
 
 pub unsafe extern "C" fn get_device_index(device: *mut ffi::ibv_device) -> c_int {
     // SAFETY: null or a device of ours.
-    guard(-1, || unsafe { object::<DeviceHandle>(device) }.map_or(-1, |handle| c_int::try_from(handle.index).unwrap_or(-1)))
+    guard(-1, || {
+        unsafe { object::<DeviceHandle>(device) }.map_or(-1, |handle| c_int::try_from(handle.index).unwrap_or(-1))
+    })
 }
 
 pub unsafe extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::ibv_context {
@@ -244,11 +246,9 @@ pub unsafe extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::
         ibv.num_comp_vectors = 1;
         ibv.ops.req_notify_cq = Some(req_notify_cq);
         // SAFETY: Wc has the layout of ibv_wc.
-        ibv.ops.poll_cq = Some(unsafe { std::mem::transmute::<PollCq, PollCqAsDeclared>(if adapter.is_threaded() {
-            poll_cq
-        } else {
-            poll_cq_null
-        }) });
+        ibv.ops.poll_cq = Some(unsafe {
+            std::mem::transmute::<PollCq, PollCqAsDeclared>(if adapter.is_threaded() { poll_cq } else { poll_cq_null })
+        });
         ibv.ops.post_send = Some(if adapter.is_threaded() { post_send } else { post_send_null });
         ibv.ops.post_recv = Some(if adapter.is_threaded() { post_recv } else { post_recv_null });
         let users = AtomicU32::new(0);
@@ -319,11 +319,7 @@ fn port_of(context: &Context, number: u32) -> Result<(usize, &'static crate::fab
 }
 
 /// Writes only what every caller's `ibv_port_attr` has; older ones end there.
-pub unsafe extern "C" fn query_port(
-    context: *mut ffi::ibv_context,
-    number: u8,
-    out: *mut ffi::ibv_port_attr,
-) -> c_int {
+pub unsafe extern "C" fn query_port(context: *mut ffi::ibv_context, number: u8, out: *mut ffi::ibv_port_attr) -> c_int {
     code(|| {
         // SAFETY: a context of ours.
         let context: &Context = unsafe { object(context)? };
@@ -636,7 +632,12 @@ fn is_mapped(addr: usize, len: usize) -> bool {
     unsafe { libc::msync(ptr::with_exposed_provenance_mut(start), len + (addr - start), libc::MS_ASYNC) == 0 }
 }
 
-pub unsafe extern "C" fn reg_mr(pd: *mut ffi::ibv_pd, addr: *mut c_void, len: usize, access: c_int) -> *mut ffi::ibv_mr {
+pub unsafe extern "C" fn reg_mr(
+    pd: *mut ffi::ibv_pd,
+    addr: *mut c_void,
+    len: usize,
+    access: c_int,
+) -> *mut ffi::ibv_mr {
     // SAFETY: the caller's. The address is its own iova.
     unsafe { register(pd, addr, len, addr.addr() as u64, access.cast_unsigned(), "reg_mr") }
 }

@@ -1,5 +1,7 @@
 //! What the tests share: a device opened through the verbs functions, and queue pairs between its ports.
 #![allow(dead_code, reason = "each test binary uses a part")]
+pub(crate) mod peer;
+
 use ibverbs_sys as ffi;
 use soft_hca::abi::{Wc, access, mask};
 use soft_hca::verbs as v;
@@ -123,13 +125,8 @@ unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
 
 pub(crate) const INIT: u32 = mask::STATE | mask::PKEY_INDEX | mask::PORT | mask::ACCESS;
-pub(crate) const RTR: u32 = mask::STATE
-    | mask::AV
-    | mask::PATH_MTU
-    | mask::DEST_QPN
-    | mask::RQ_PSN
-    | mask::MAX_DEST_RD
-    | mask::MIN_RNR;
+pub(crate) const RTR: u32 =
+    mask::STATE | mask::AV | mask::PATH_MTU | mask::DEST_QPN | mask::RQ_PSN | mask::MAX_DEST_RD | mask::MIN_RNR;
 pub(crate) const RTS: u32 =
     mask::STATE | mask::TIMEOUT | mask::RETRY_CNT | mask::RNR_RETRY | mask::SQ_PSN | mask::MAX_RD;
 

@@ -1,0 +1,85 @@
+//! Peers in other processes of the machine, through shared memory.
+mod rig;
+
+#[cfg(test)]
+mod tests {
+    use crate::rig::peer::*;
+    use crate::rig::*;
+    use soft_hca::fabric::Fabric;
+    use std::path::PathBuf;
+    use std::sync::OnceLock;
+    use std::time::Instant;
+
+    /// A registry of this run's own.
+    fn registry() -> &'static PathBuf {
+        static DIR: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+        &DIR.get_or_init(|| {
+            let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+            let mut fabric = Fabric::default_for("here");
+            fabric.registry = Some(dir.path().to_owned());
+            assert!(soft_hca::install(fabric, 0));
+            let path = dir.path().to_owned();
+            (dir, path)
+        })
+        .1
+    }
+
+    fn start() -> Peer {
+        Peer::start(&[("SOFT_HCA_REGISTRY", registry().to_str().unwrap()), ("SOFT_HCA_HOST", "there")])
+    }
+
+    #[test]
+    #[ignore = "the other process of the tests here"]
+    fn peer() {
+        serve();
+    }
+
+    #[test]
+    fn every_operation_works() {
+        let mut peer = start();
+        let nic = Nic::open(0);
+        assert_ne!(nic.gid, peer.gid, "another host");
+        every_operation(&nic, &mut peer);
+    }
+
+    #[test]
+    fn errors_come_back() {
+        let mut peer = start();
+        remote_errors(&Nic::open(0), &mut peer);
+    }
+
+    #[test]
+    fn a_killed_peer_is_a_timeout() {
+        let mut peer = start();
+        killed(&Nic::open(0), &mut peer);
+    }
+
+    #[test]
+    fn fences_hold() {
+        registry();
+        fences(&Nic::open(0), start);
+    }
+
+    /// Speed of one queue pair between two processes; run with --ignored --nocapture.
+    #[test]
+    #[ignore = "a measurement"]
+    fn bandwidth() {
+        let mut peer = start();
+        let nic = Nic::open(0);
+        let qp = peer.connect(&nic, |_| ());
+        let mut src = pattern(1 << 20, 4);
+        let mr = nic.mr(&mut src, 0);
+        let (count, begin) = (2000u64, Instant::now());
+        let mut posted = 0;
+        let mut done = 0;
+        while done < count {
+            while posted < count && posted - done < 16 {
+                qp.write(posted, &[sge(&src, mr)], peer.raddr, peer.rkey, None);
+                posted += 1;
+            }
+            done += qp.wait(1).len() as u64;
+        }
+        let seconds = begin.elapsed().as_secs_f64();
+        println!("{:.0} MB/s", count as f64 * 1.048_576 / seconds);
+    }
+}
