@@ -160,7 +160,7 @@ impl Listener {
         self.peers.len()
     }
 
-    /// A line about a peer that should have got in but could not, once for each such peer seen since the last call.
+    /// A line about the latest peer that this plugin's other versions sent, if there was one since the last call.
     pub fn take_warning(&mut self) -> Option<String> {
         self.warning.take()
     }

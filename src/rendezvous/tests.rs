@@ -79,6 +79,15 @@ pub(super) fn recv(channel: &mut Channel) -> Result<Frame, RendezvousError> {
     })
 }
 
+/// An address where nobody listens, and nobody else can: held by the socket.
+fn reserved() -> (socket2::Socket, SocketAddr) {
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.set_reuse_address(true).unwrap();
+    socket.bind(&any_port(LOCALHOST).into()).unwrap();
+    let addr = socket.local_addr().unwrap().as_socket().unwrap();
+    (socket, addr)
+}
+
 fn poll_until(listener: &mut Listener, what: &str, mut done: impl FnMut(&Listener) -> bool) {
     until(what, || {
         assert!(listener.poll(Instant::now()).is_pending());
@@ -261,7 +270,7 @@ fn another_version_is_named_on_both_sides() {
 
 #[test]
 fn gives_up_at_its_deadline_with_the_history() {
-    let nobody = TcpListener::bind(any_port(LOCALHOST)).unwrap().local_addr().unwrap();
+    let (_held, nobody) = reserved();
     let start = Instant::now();
     let mut connector = Connector::new(&Handle::new(nobody, KEY), None, start, start + Duration::from_secs(60));
     let mut now = start;
@@ -284,7 +293,7 @@ fn gives_up_at_its_deadline_with_the_history() {
 
 #[test]
 fn a_listener_that_comes_late_is_found() {
-    let addr = TcpListener::bind(any_port(LOCALHOST)).unwrap().local_addr().unwrap();
+    let (_held, addr) = reserved();
     let mut connector = connector(&Handle::new(addr, KEY));
     until("second attempt", || {
         assert!(connector.poll(Instant::now()).is_pending());
@@ -367,7 +376,7 @@ fn every_peer_that_proves_itself_is_handed_out() {
         connectors.retain_mut(|c| match c.poll(Instant::now()) {
             Poll::Ready(result) => {
                 let mut channel = result.unwrap();
-                channel.poll_flush().is_ready().then_some(()).unwrap();
+                assert!(channel.poll_flush().is_ready());
                 near.push(channel);
                 false
             }
@@ -504,8 +513,7 @@ fn frames_that_are_not_the_callers_to_send_are_refused() {
 
 #[test]
 fn a_reset_names_its_errno_and_what_came_before_it_is_read() {
-    let (near, mut far) = pair();
-    let mut near = near;
+    let (mut near, mut far) = pair();
     near.send(1, b"last words").unwrap();
     socket2::SockRef::from(&near).set_linger(Some(Duration::ZERO)).unwrap();
     drop(near);
