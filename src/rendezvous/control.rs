@@ -274,8 +274,9 @@ impl Shared {
                                 if let Callback::Control(events) = callback {
                                     events.on_closed(why);
                                 }
+                                // It was the last.
+                                entry.closed.store(true, Ordering::Release);
                             });
-                            entry.retire();
                             return false;
                         }
                     }
@@ -324,17 +325,12 @@ impl Entry {
         {
             tracing::error!(target: "init", "a callback of the background thread panicked");
         }
-        // It may just have closed itself.
-        let done = if self.closed.load(Ordering::Acquire) { callback.take() } else { None };
-        // Its destructor may come back here.
-        drop(callback);
-        drop(done);
-    }
-
-    /// Lets go of the callback: what it holds may in turn hold the handle.
-    fn retire(&self) {
-        let callback = lock(&self.callback).take();
-        drop(callback);
+        // Closed meanwhile, or by the callback itself. What it holds may in turn hold the handle, so it goes; under the
+        // lock, so that whoever waits in `Watch::close` waits for the destructor, too. That may close the handle, which on
+        // this thread does not wait for the lock.
+        if self.closed.load(Ordering::Acquire) {
+            *callback = None;
+        }
     }
 }
 
@@ -352,13 +348,14 @@ impl Watch {
         if !self.entry.closed.swap(true, Ordering::AcqRel) {
             self.shared.release(&self.entry);
         }
-        // On the thread itself, a callback of this entry that runs is our caller, and lets go of it when we return.
-        if self.shared.is_this_thread() {
-            let callback = self.entry.callback.try_lock().ok().and_then(|mut callback| callback.take());
-            drop(callback);
+        let callback = if self.shared.is_this_thread() {
+            // A callback of this entry that runs is our caller, and is let go of when it returns.
+            self.entry.callback.try_lock().ok().and_then(|mut callback| callback.take())
         } else {
-            self.entry.retire();
-        }
+            lock(&self.entry.callback).take()
+        };
+        // Outside the lock: its destructor may come back here.
+        drop(callback);
     }
 }
 
@@ -466,9 +463,9 @@ mod tests {
         }
     }
 
-    fn adopt(channel: Channel) -> (ControlHandle, Receiver<Told>) {
+    fn adopt(far: Channel) -> (ControlHandle, Receiver<Told>) {
         let (tx, rx) = channel();
-        (Watcher::global().unwrap().adopt(channel, Arc::new(Tell(tx))).unwrap(), rx)
+        (Watcher::global().unwrap().adopt(far, Arc::new(Tell(tx))).unwrap(), rx)
     }
 
     fn told(rx: &Receiver<Told>) -> Told {
