@@ -230,7 +230,12 @@ mod tests {
 
     #[test]
     fn integers_as_strtoll_with_base_0() {
-        let (c, w) = load(&[("NCCL_IB_TC", "0x6a"), ("NCCL_IB_TIMEOUT", "022"), ("NCCL_IB_GID_INDEX", "-1"), ("NCCL_IB_SL", "")]);
+        let (c, w) = load(&[
+            ("NCCL_IB_TC", "0x6a"),
+            ("NCCL_IB_TIMEOUT", "022"),
+            ("NCCL_IB_GID_INDEX", "-1"),
+            ("NCCL_IB_SL", ""),
+        ]);
         assert!(w.is_empty(), "{w:?}");
         assert_eq!((c.ib_tc, c.ib_timeout, c.ib_gid_index, c.ib_sl), (Some(106), 18, None, None));
     }
@@ -282,7 +287,12 @@ mod tests {
 
     #[test]
     fn what_is_not_honoured_is_told_once() {
-        let (_, w) = load(&[("NCCL_IB_OOO_RQ", "1"), ("NCCL_IB_CUDA_SUPPORT", "1"), ("NCCL_IB_TIMEOUT", "22"), ("NCCL_DEBUG", "INFO")]);
+        let (_, w) = load(&[
+            ("NCCL_IB_OOO_RQ", "1"),
+            ("NCCL_IB_CUDA_SUPPORT", "1"),
+            ("NCCL_IB_TIMEOUT", "22"),
+            ("NCCL_DEBUG", "INFO"),
+        ]);
         assert_eq!(w.len(), 2, "{w:?}");
         assert!(w.iter().any(|x| x.contains("NCCL_IB_OOO_RQ")));
         assert!(w.iter().any(|x| x.contains("NCCL_NET_GDR_LEVEL")));

@@ -42,7 +42,10 @@ fn ranged(text: &str, spec: &Spec) -> Result<(i64, Option<String>), String> {
         Spec::Range(low, high) => (low, high),
         Spec::RangeOrForever(low, high) => {
             if value == 0 {
-                return Ok((0, Some("0 means to wait for ever, so a dead peer is never noticed by the NIC".to_owned())));
+                return Ok((
+                    0,
+                    Some("0 means to wait for ever, so a dead peer is never noticed by the NIC".to_owned()),
+                ));
             }
             (low, high)
         }
