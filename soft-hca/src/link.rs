@@ -212,10 +212,10 @@ impl Links {
     }
 
     pub(crate) fn consumed(&mut self, at: usize, frame: &Frame) {
-        if let Some(link) = self.incoming.get_mut(at) {
-            if link.ring.consume(frame) {
-                link.end.wake();
-            }
+        if let Some(link) = self.incoming.get_mut(at)
+            && link.ring.consume(frame)
+        {
+            link.end.wake();
         }
     }
 }

@@ -177,11 +177,11 @@ impl Conn {
 
     /// Queues an acknowledgement; one for a later message stands for those before it.
     fn reply(&mut self, kind: Kind, syndrome: u8, psn: u32) {
-        if kind == Kind::Ack {
-            if let Some(Reply::Frame { kind: Kind::Ack, psn: last, .. }) = self.replies.back_mut() {
-                *last = psn;
-                return;
-            }
+        if kind == Kind::Ack
+            && let Some(Reply::Frame { kind: Kind::Ack, psn: last, .. }) = self.replies.back_mut()
+        {
+            *last = psn;
+            return;
         }
         self.replies.push_back(Reply::Frame { kind, syndrome, psn });
     }
@@ -323,7 +323,8 @@ impl World {
             self.timer(index, now);
             busy = true;
         }
-        busy && !(self.active.is_empty() && !self.blocked.is_empty())
+        // If all that is left waits for room in a link, there is nothing to do but wait.
+        busy && (self.blocked.is_empty() || !self.active.is_empty())
     }
 
     pub(crate) fn is_idle(&mut self) -> bool {
@@ -379,13 +380,12 @@ impl World {
             return;
         }
         // On a wire the packets would have arrived by now. Here a live peer has merely not been given a core yet.
-        if !conn.lost {
-            if let Some(peer) = conn.peer.filter(|&peer| peer != Peer::Local) {
-                if self.links.is_behind(peer) {
-                    self.set_deadline(index, now);
-                    return;
-                }
-            }
+        if !conn.lost
+            && let Some(peer) = conn.peer.filter(|&peer| peer != Peer::Local)
+            && self.links.is_behind(peer)
+        {
+            self.set_deadline(index, now);
+            return;
         }
         let Some(conn) = self.conn_mut(index) else { return };
         conn.lost = false;
@@ -524,15 +524,15 @@ impl World {
         let (at, offset) = (conn.next, conn.offset);
         // SAFETY: next is posted and not completed.
         let wqe = unsafe { qp.sq.get(at) };
-        if offset == 0 {
-            if let Some((code, vendor)) = self.refusal(wqe, &qp) {
-                // Failures are reported in order: those sent before have to be answered first.
-                let Some(conn) = self.conn_mut(index) else { return false };
-                if conn.una == at {
-                    self.fail_send(index, code, vendor);
-                }
-                return false;
+        if offset == 0
+            && let Some((code, vendor)) = self.refusal(wqe, &qp)
+        {
+            // Failures are reported in order: those sent before have to be answered first.
+            let Some(conn) = self.conn_mut(index) else { return false };
+            if conn.una == at {
+                self.fail_send(index, code, vendor);
             }
+            return false;
         }
         let Some(conn) = self.conn_mut(index) else { return false };
         if wqe.op == Op::Read && offset == 0 {

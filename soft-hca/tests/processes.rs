@@ -1,4 +1,10 @@
 //! Peers in other processes of the machine, through shared memory.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]

@@ -27,7 +27,7 @@ impl Nic {
         unsafe {
             let mut num = 0;
             let list = v::get_device_list(&mut num);
-            assert!(num > index as i32, "{num} devices");
+            assert!(usize::try_from(num).unwrap() > index, "{num} devices");
             let ctx = v::open_device(*list.add(index));
             assert!(!ctx.is_null());
             v::free_device_list(list);
@@ -173,7 +173,7 @@ impl Qp {
         assert_eq!(self.modify(Self::attr(link), 3, RTS), 0);
     }
 
-    pub(crate) fn to_err(&self) {
+    pub(crate) fn to_err(self) {
         assert_eq!(self.modify(ffi::ibv_qp_attr::default(), 6, mask::STATE), 0);
     }
 
