@@ -173,7 +173,8 @@ impl Adapter {
     /// Does the address lead to this port?
     pub(crate) fn port_has(&self, device: usize, port: usize, address: &Address) -> bool {
         if address.global {
-            return self.gids(device, port).iter().flatten().any(|(gid, _)| *gid == address.dgid);
+            let gids = self.port(device, port).map(|port| port.gids.read().unwrap_or_else(PoisonError::into_inner));
+            return gids.is_some_and(|gids| gids.iter().flatten().any(|(gid, _)| *gid == address.dgid));
         }
         self.devices().get(device).and_then(|d| d.ports.get(port)).is_some_and(|port| port.lid == address.dlid)
     }

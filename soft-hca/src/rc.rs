@@ -11,7 +11,8 @@ use ibverbs_sys as ffi;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{self, Relaxed};
+use std::sync::atomic::fence;
 use std::time::{Duration, Instant};
 
 /// Replies a responder keeps for a requester that does not take them; further requests are dropped and come again.
@@ -456,6 +457,8 @@ impl World {
         let Some(conn) = self.conn_mut(index) else { return };
         let qp = Arc::clone(&conn.qp);
         qp.set_state(State::Err);
+        // Against a receive being posted: it is seen below, or its poster sees ERR and rings.
+        fence(Ordering::SeqCst);
         let to = qp.sq.head();
         // The null engine leaves nothing outstanding in a send queue.
         let from = if threaded { conn.una } else { to };

@@ -17,7 +17,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 #[repr(C)]
 struct Context {
@@ -1116,6 +1116,7 @@ unsafe extern "C" fn post_recv(
         });
         drop(producer);
         // In ERR the engine flushes it; otherwise a message picks it up.
+        fence(Ordering::SeqCst);
         if core.state() == State::Err {
             core.bell.ring(core.index);
         }
