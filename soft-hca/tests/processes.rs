@@ -66,6 +66,21 @@ mod tests {
         fences(&Nic::open(0), start);
     }
 
+    #[test]
+    fn many_peers_at_once() {
+        registry();
+        let nic = Nic::open(0);
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    let mut peer = start();
+                    every_operation(&nic, &mut peer);
+                    remote_errors(&nic, &mut peer);
+                });
+            }
+        });
+    }
+
     /// Speed of one queue pair between two processes; run with --ignored --nocapture.
     #[test]
     #[ignore = "a measurement"]
