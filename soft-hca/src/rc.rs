@@ -235,6 +235,8 @@ impl World {
     }
 
     pub(crate) fn remove(&mut self, index: u32) {
+        // What it owes has been earned: the peer's last request must not look lost.
+        self.send_replies(index);
         if let Some(conn) = self.conns.get_mut(index as usize).and_then(Option::take) {
             conn.qp.set_state(State::Err);
             conn.qp.send_cq.forget(index);
@@ -264,6 +266,8 @@ impl World {
         conn.qp.access.store(attr.access, Relaxed);
         match to {
             State::Reset => {
+                self.send_replies(index);
+                let Some(conn) = self.conn_mut(index) else { return };
                 let qp = Arc::clone(&conn.qp);
                 *conn = Conn::new(Arc::clone(&qp));
                 qp.set_state(to);

@@ -55,13 +55,11 @@ gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
 "#;
 
     fn nic(index: usize) -> Nic {
-        static INSTALLED: OnceLock<tempfile::TempDir> = OnceLock::new();
+        static INSTALLED: OnceLock<()> = OnceLock::new();
         INSTALLED.get_or_init(|| {
-            let dir = tempfile::tempdir().unwrap();
             let mut fabric = Fabric::parse(TEXT, Path::new("test")).unwrap();
-            fabric.registry = Some(dir.path().to_owned());
+            fabric.registry = Some(scratch().to_owned());
             assert!(soft_hca::install(fabric, 0));
-            dir
         });
         Nic::open(index)
     }

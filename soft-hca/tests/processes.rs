@@ -11,27 +11,11 @@ mod rig;
 mod tests {
     use crate::rig::peer::*;
     use crate::rig::*;
-    use soft_hca::fabric::Fabric;
-    use std::path::PathBuf;
-    use std::sync::OnceLock;
     use std::time::Instant;
 
-    /// A registry of this run's own.
-    fn registry() -> &'static PathBuf {
-        static DIR: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
-        &DIR.get_or_init(|| {
-            let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-            let mut fabric = Fabric::default_for("here");
-            fabric.registry = Some(dir.path().to_owned());
-            assert!(soft_hca::install(fabric, 0));
-            let path = dir.path().to_owned();
-            (dir, path)
-        })
-        .1
-    }
-
     fn start() -> Peer {
-        Peer::start(&[("SOFT_HCA_REGISTRY", registry().to_str().unwrap()), ("SOFT_HCA_HOST", "there")])
+        let registry = scratch().to_str().unwrap();
+        Peer::start(&[("SOFT_HCA_REGISTRY", registry), ("SOFT_HCA_HOST", "there")])
     }
 
     #[test]
@@ -62,13 +46,11 @@ mod tests {
 
     #[test]
     fn fences_hold() {
-        registry();
         fences(&Nic::open(0), start);
     }
 
     #[test]
     fn many_peers_at_once() {
-        registry();
         let nic = Nic::open(0);
         std::thread::scope(|scope| {
             for _ in 0..6 {
