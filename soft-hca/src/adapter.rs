@@ -59,9 +59,12 @@ pub(crate) struct Adapter {
     running: Mutex<Weak<Running>>,
 }
 
+/// By index; None where the table has no entry.
+pub(crate) type GidTable = Vec<Option<([u8; 16], GidKind)>>;
+
 struct Port {
     state: RwLock<PortState>,
-    gids: RwLock<Vec<Option<([u8; 16], GidKind)>>>,
+    gids: RwLock<GidTable>,
     rate: Option<Duration>,
     latency: Duration,
 }
@@ -162,7 +165,7 @@ impl Adapter {
         self.port(device, port).map_or(Duration::ZERO, |port| port.latency)
     }
 
-    pub(crate) fn gids(&self, device: usize, port: usize) -> Vec<Option<([u8; 16], GidKind)>> {
+    pub(crate) fn gids(&self, device: usize, port: usize) -> GidTable {
         self.port(device, port)
             .map_or_else(Vec::new, |port| port.gids.read().unwrap_or_else(PoisonError::into_inner).clone())
     }
@@ -170,7 +173,8 @@ impl Adapter {
     /// Does the address lead to this port?
     pub(crate) fn port_has(&self, device: usize, port: usize, address: &Address) -> bool {
         if address.global {
-            return self.gids(device, port).iter().flatten().any(|(gid, _)| *gid == address.dgid);
+            let gids = self.port(device, port).map(|port| port.gids.read().unwrap_or_else(PoisonError::into_inner));
+            return gids.is_some_and(|gids| gids.iter().flatten().any(|(gid, _)| *gid == address.dgid));
         }
         self.devices().get(device).and_then(|d| d.ports.get(port)).is_some_and(|port| port.lid == address.dlid)
     }

@@ -31,6 +31,8 @@ pub(crate) enum Sent {
 pub(crate) enum End {
     Process(Neighbour),
     Wire(Wire),
+    /// A process that has left since it wrote.
+    Nobody,
 }
 
 impl End {
@@ -38,6 +40,7 @@ impl End {
         match self {
             Self::Process(neighbour) => neighbour.memory.wake(),
             Self::Wire(wire) => wire.wake(),
+            Self::Nobody => {}
         }
     }
 
@@ -45,6 +48,7 @@ impl End {
         match self {
             Self::Process(neighbour) => neighbour.is_alive(),
             Self::Wire(wire) => wire.is_alive(),
+            Self::Nobody => false,
         }
     }
 }
@@ -169,7 +173,10 @@ impl Links {
         if let Some(registry) = self.registry.as_mut() {
             for slot in registry.knocks() {
                 let found = registry.accept(slot);
-                new.extend(found.map(|(ring, n)| Link { peer: Peer::Slot(slot), ring, end: End::Process(n) }));
+                new.extend(found.map(|(ring, neighbour)| {
+                    let end = neighbour.map_or(End::Nobody, End::Process);
+                    Link { peer: Peer::Slot(slot), ring, end }
+                }));
             }
         }
         if new.is_empty() {
@@ -212,10 +219,10 @@ impl Links {
     }
 
     pub(crate) fn consumed(&mut self, at: usize, frame: &Frame) {
-        if let Some(link) = self.incoming.get_mut(at) {
-            if link.ring.consume(frame) {
-                link.end.wake();
-            }
+        if let Some(link) = self.incoming.get_mut(at)
+            && link.ring.consume(frame)
+        {
+            link.end.wake();
         }
     }
 }

@@ -44,14 +44,16 @@ impl Mapping {
 
     pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len);
+        let at = self.at.as_ptr().wrapping_add(offset).cast();
         // SAFETY: inside the mapping, aligned, and only ever reached as an atomic.
-        unsafe { AtomicU32::from_ptr(self.at.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU32::from_ptr(at) }
     }
 
     pub(crate) fn word64(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len);
+        let at = self.at.as_ptr().wrapping_add(offset).cast();
         // SAFETY: inside the mapping, aligned, and only ever reached as an atomic.
-        unsafe { AtomicU64::from_ptr(self.at.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU64::from_ptr(at) }
     }
 
     /// 1 while the engine that owns this mapping sleeps.

@@ -1,4 +1,10 @@
 //! The null engine: everything happens inside the call.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]

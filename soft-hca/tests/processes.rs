@@ -1,31 +1,21 @@
 //! Peers in other processes of the machine, through shared memory.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]
 mod tests {
     use crate::rig::peer::*;
     use crate::rig::*;
-    use soft_hca::fabric::Fabric;
-    use std::path::PathBuf;
-    use std::sync::OnceLock;
     use std::time::Instant;
 
-    /// A registry of this run's own.
-    fn registry() -> &'static PathBuf {
-        static DIR: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
-        &DIR.get_or_init(|| {
-            let dir = tempfile::tempdir_in("/dev/shm").unwrap();
-            let mut fabric = Fabric::default_for("here");
-            fabric.registry = Some(dir.path().to_owned());
-            assert!(soft_hca::install(fabric, 0));
-            let path = dir.path().to_owned();
-            (dir, path)
-        })
-        .1
-    }
-
     fn start() -> Peer {
-        Peer::start(&[("SOFT_HCA_REGISTRY", registry().to_str().unwrap()), ("SOFT_HCA_HOST", "there")])
+        let registry = scratch().to_str().unwrap();
+        Peer::start(&[("SOFT_HCA_REGISTRY", registry), ("SOFT_HCA_HOST", "there")])
     }
 
     #[test]
@@ -56,8 +46,21 @@ mod tests {
 
     #[test]
     fn fences_hold() {
-        registry();
         fences(&Nic::open(0), start);
+    }
+
+    #[test]
+    fn many_peers_at_once() {
+        let nic = Nic::open(0);
+        std::thread::scope(|scope| {
+            for _ in 0..6 {
+                scope.spawn(|| {
+                    let mut peer = start();
+                    every_operation(&nic, &mut peer);
+                    remote_errors(&nic, &mut peer);
+                });
+            }
+        });
     }
 
     /// Speed of one queue pair between two processes; run with --ignored --nocapture.

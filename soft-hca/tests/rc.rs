@@ -1,4 +1,10 @@
 //! Reliable connections inside one process: every operation, every failure, as a program sees them through verbs.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]

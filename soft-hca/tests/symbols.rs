@@ -1,4 +1,10 @@
 //! The shared library as its users see it: every name under its version, and nothing more that it needs.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 #[cfg(test)]
 mod tests {
     use ibverbs_sys as ffi;

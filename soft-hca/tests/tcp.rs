@@ -1,4 +1,10 @@
 //! Peers on other hosts, over TCP: two registries on this machine, so that shared memory can't help.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]
@@ -11,7 +17,7 @@ mod tests {
     use std::sync::OnceLock;
 
     struct Bed {
-        dir: tempfile::TempDir,
+        dir: PathBuf,
         file: PathBuf,
     }
 
@@ -29,7 +35,7 @@ mod tests {
     fn bed() -> &'static Bed {
         static BED: OnceLock<Bed> = OnceLock::new();
         BED.get_or_init(|| {
-            let dir = tempfile::tempdir().unwrap();
+            let dir = scratch().to_owned();
             let (here, there) = ports();
             let host = |name: &str, port: u16, last: u8| {
                 format!(
@@ -39,10 +45,10 @@ mod tests {
                 )
             };
             let text = host("here", here, 1) + &host("there", there, 2);
-            let file = dir.path().join("fabric.toml");
+            let file = dir.join("fabric.toml");
             std::fs::write(&file, &text).unwrap();
             let mut fabric = Fabric::parse(&text, Path::new("here")).unwrap();
-            fabric.registry = Some(dir.path().join("here"));
+            fabric.registry = Some(dir.join("here"));
             assert!(soft_hca::install(fabric, 0));
             Bed { dir, file }
         })
@@ -52,7 +58,7 @@ mod tests {
         let bed = bed();
         Peer::start(&[
             ("SOFT_HCA_FABRIC", bed.file.to_str().unwrap()),
-            ("SOFT_HCA_REGISTRY", bed.dir.path().join("there").to_str().unwrap()),
+            ("SOFT_HCA_REGISTRY", bed.dir.join("there").to_str().unwrap()),
             ("SOFT_HCA_HOST", "there"),
         ])
     }

@@ -117,7 +117,7 @@ pub(crate) fn serve() {
             "sum" => println!("@{}", sum(&buf[number(1)..number(1) + number(2)])),
             // Is the call a fence?
             "fence" => {
-                while unsafe { std::ptr::read_volatile(&buf[0]) } != 0xA5 {}
+                while unsafe { ptr::read_volatile(&buf[0]) } != 0xA5 {}
                 match words[1] {
                     "err" => qp.to_err(),
                     "dereg" => assert_eq!(unsafe { v::dereg_mr(mr) }, 0),
