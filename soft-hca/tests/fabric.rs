@@ -132,7 +132,7 @@ gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
         assert!(a.wait(2).iter().all(|wc| wc.status == 0));
         // 1 MiB at 1 Gb/s is 8.4 ms; the last segment's time is not waited for.
         let took = start.elapsed();
-        assert!(took >= Duration::from_millis(10) && took < Duration::from_millis(200), "{took:?}");
+        assert!(took >= Duration::from_millis(10) && took < Duration::from_secs(2), "{took:?}");
     }
 
     #[test]
@@ -152,7 +152,7 @@ gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
     #[test]
     fn a_cut_cable_is_an_event_and_silence() {
         let nic = nic(3);
-        let (a, _b) = pair_with(&nic, |link| (link.timeout, link.retry_cnt) = (10, 7), |_| ());
+        let (a, _b) = pair_with(&nic, |link| (link.timeout, link.retry_cnt) = (13, 7), |_| ());
         let event = || {
             let event = async_event(nic.ctx, LIMIT).unwrap();
             (event.event_type, unsafe { event.element.port_num })
