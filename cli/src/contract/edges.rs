@@ -235,7 +235,8 @@ fn reload(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 /// The comm that connect gives, or the error; NULL for ever is a failure.
-fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle, bound: Instant) -> anyhow::Result<Result<SendComm, Fault>> {
+fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle) -> anyhow::Result<Result<SendComm, Fault>> {
+    let bound = rank.deadline.min(Instant::now() + rank.options.connect_bound);
     loop {
         let start = Instant::now();
         match rank.plugin.connect(rank.options.dev, handle) {
@@ -245,7 +246,11 @@ fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle, bound: Instant) -> any
             Err(fault) => return Err(fault.into()),
         }
         ensure!(start.elapsed() < PROMPT, "connect blocked for {:?}", start.elapsed());
-        ensure!(Instant::now() < bound, "connect to a listener that has gone gives NULL for ever");
+        ensure!(
+            Instant::now() < bound,
+            "connect to a listener that has gone still gives NULL after {:?}",
+            rank.options.connect_bound
+        );
         yield_now();
     }
 }
@@ -298,8 +303,7 @@ fn listener_gone(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         return rank.barrier();
     }
     let mut handle = Handle::from_wire(&rank.mail.take(1, "handle", rank.deadline)?)?;
-    let bound = rank.error_deadline();
-    match connect_or_error(rank, &mut handle, bound)? {
+    match connect_or_error(rank, &mut handle)? {
         Err(_) => rank.plugin.close_send(None)?,
         Ok(comm) => {
             sends_fail(rank, comm)?;
@@ -325,10 +329,9 @@ fn dies_before_accept(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         yield_now();
     }
     rank.mail.post(1, "connecting", &[])?;
-    let bound = rank.error_deadline();
     let comm = match first {
         Some(comm) => Ok(comm),
-        None => connect_or_error(rank, &mut handle, bound)?,
+        None => connect_or_error(rank, &mut handle)?,
     };
     match comm {
         Err(_) => Ok(rank.plugin.close_send(None)?),

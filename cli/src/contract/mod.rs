@@ -35,6 +35,8 @@ pub(crate) struct Options {
     pub time_limit: Duration,
     /// Within this time a rank must hear that its peer has died or given up.
     pub error_bound: Duration,
+    /// Within this time connect must give up on a listener that has gone.
+    pub connect_bound: Duration,
 }
 
 /// What a rank of a case gets.
