@@ -15,8 +15,8 @@ fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     let out = PathBuf::from(env::var("OUT_DIR").expect("cargo sets OUT_DIR"));
     let root = PathBuf::from(env::var("CARGO_MANIFEST_DIR").expect("cargo sets CARGO_MANIFEST_DIR"));
-    let layout: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(root.join(LAYOUT)).expect("layout table")).expect("layout table is JSON");
+    let layout: serde_json::Value = serde_json::from_str(&fs::read_to_string(root.join(LAYOUT)).expect("layout table"))
+        .expect("layout table is JSON");
 
     let mut header = String::new();
     let mut rust = String::new();

@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context as _, bail};
 
@@ -259,6 +260,14 @@ impl Buffer {
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as for bytes(); &mut self makes this the only view.
         unsafe { std::slice::from_raw_parts_mut(self.base, self.len) }
+    }
+
+    /// One aligned 8-byte word, read as it is now, also while a device writes to it.
+    pub(crate) fn word(&self, at: usize) -> u64 {
+        assert!(at.is_multiple_of(8) && at + 8 <= self.len);
+        let address = self.base.wrapping_add(at).cast::<u64>();
+        // SAFETY: aligned and inside the mapping; devices and other threads write it atomically or not at all.
+        unsafe { AtomicU64::from_ptr(address) }.load(Ordering::Acquire)
     }
 
     fn at(&self, range: &Range<usize>) -> *mut c_void {

@@ -97,6 +97,9 @@ struct ContractArgs {
     /// A rank must hear of its peer's death within this many seconds
     #[arg(long, default_value_t = 20, value_name = "S")]
     error_bound: u64,
+    /// connect must give up on a listener that has gone within this many seconds
+    #[arg(long, default_value_t = 75, value_name = "S")]
+    connect_bound: u64,
     /// Print the cases and what they are about
     #[arg(long)]
     list: bool,
@@ -123,6 +126,7 @@ impl ContractArgs {
             same_host: self.same_host,
             time_limit: Duration::from_secs(self.time_limit),
             error_bound: Duration::from_secs(self.error_bound),
+            connect_bound: Duration::from_secs(self.connect_bound),
         };
         contract::run(&options, &self.only)
     }

@@ -72,17 +72,20 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     fs::create_dir_all(&options.log_dir).with_context(|| options.log_dir.display().to_string())?;
     println!("NCCL {version}, {} ranks on GPU {} ({gpu}), network {}", options.ranks, options.job.device, options.net);
     println!("NCCL's logs are in {}", options.log_dir.display());
-    let (mut passed, mut failed) = (0, 0);
+    let (mut rows, mut passed, mut failed) = (0, 0, 0);
     for protocol in &options.protocols {
         match check(options, protocol) {
-            Ok(rows) => passed += rows,
+            Ok(right) => {
+                rows += right;
+                passed += 1;
+            }
             Err(error) => {
                 failed += 1;
                 println!("FAIL {protocol}: {error:#}");
             }
         }
     }
-    println!("{passed} passed, {failed} failed");
+    println!("{rows} sizes and types right; protocols: {passed} passed, {failed} failed");
     ensure!(failed == 0 && passed > 0, "{failed} of {} protocols failed", options.protocols.len());
     Ok(())
 }

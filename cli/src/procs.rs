@@ -10,7 +10,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
 use serde::{Deserialize, Serialize};
@@ -57,8 +57,8 @@ pub(crate) struct Spec {
 pub(crate) struct Outcome {
     pub rank: usize,
     pub end: Result<(), String>,
-    /// When it ended: of several failures the earliest is the cause.
-    pub at: Instant,
+    /// When it ended, by the clock of the machine: of several failures the earliest is the cause.
+    pub at: Duration,
     /// What the plugin logged in it.
     pub log: Vec<LogLine>,
 }
@@ -67,7 +67,7 @@ pub(crate) struct Outcome {
 enum Up {
     Post { to: usize, key: String, data: Vec<u8> },
     Report(Value),
-    Done { error: Option<String>, log: Vec<LogLine> },
+    Done { error: Option<String>, log: Vec<LogLine>, at: Duration },
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -79,6 +79,11 @@ enum Down {
 enum Event {
     Said(usize, Up),
     Closed(usize),
+}
+
+/// The time of day: unlike the order in which lines reach the parent, it is the same for all processes.
+fn clock() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 fn send_line(socket: &mut UnixStream, message: &impl Serialize) -> std::io::Result<()> {
@@ -148,9 +153,9 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
                 }
             }
             Ok(Event::Said(rank, Up::Report(value))) => report(rank, value),
-            Ok(Event::Said(rank, Up::Done { error, log: lines })) => {
+            Ok(Event::Said(rank, Up::Done { error, log: lines, at: when })) => {
                 log[rank] = lines;
-                at[rank] = Some(Instant::now());
+                at[rank] = Some(when);
                 if error.is_some() && first_failure.is_none() {
                     first_failure = Some(rank);
                     deadline = deadline.min(Instant::now() + GRACE);
@@ -159,7 +164,7 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
             }
             Ok(Event::Closed(rank)) => {
                 alive[rank] = false;
-                at[rank].get_or_insert_with(Instant::now);
+                at[rank].get_or_insert_with(clock);
                 let status = ranks.0[rank].0.wait()?;
                 let end = ended(done[rank].take(), status, spec.dies == Some(rank));
                 if end.is_err() && first_failure.is_none() {
@@ -178,7 +183,7 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
         Some(first) => format!("stopped, since rank {first} had failed"),
         None => format!("rank {rank} was still running after {:.0} s", spec.time_limit.as_secs_f64()),
     };
-    let now = Instant::now();
+    let now = clock();
     let ends = done.into_iter().zip(alive).zip(log).zip(at).enumerate();
     Ok(ends
         .map(|(rank, (((end, alive), log), at))| {
@@ -315,8 +320,9 @@ pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> an
         }
     };
     let result = work(&seat, &mut mail);
+    let at = clock();
     let error = result.as_ref().err().map(|error| format!("{error:#}"));
-    let told = send_line(&mut mail.socket, &Up::Done { error, log: abi::take_log() });
+    let told = send_line(&mut mail.socket, &Up::Done { error, log: abi::take_log(), at });
     // The result has been told; the status only says whether the process could end in peace.
     if told.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
@@ -325,14 +331,13 @@ pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> an
 mod tests {
     use super::*;
 
-    fn outcome(rank: usize, at: Instant, end: Result<(), &str>) -> Outcome {
+    fn outcome(rank: usize, at: Duration, end: Result<(), &str>) -> Outcome {
         Outcome { rank, end: end.map_err(str::to_owned), at, log: Vec::new() }
     }
 
     #[test]
     fn the_cause_is_told_before_its_consequences() {
-        let start = Instant::now();
-        let later = start + Duration::from_millis(1);
+        let (start, later) = (Duration::from_secs(1), Duration::from_secs(2));
         let outcomes = [
             outcome(0, start, Err("rank 2 has gone and will not send \"x\"")),
             outcome(1, later, Err("isend returned 6")),

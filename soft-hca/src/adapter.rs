@@ -21,14 +21,15 @@ pub(crate) fn get() -> Option<&'static Adapter> {
     if in_forked_child() {
         return None;
     }
-    ADAPTER.get_or_init(|| match Fabric::from_env() {
-        Ok((fabric, host)) => Some(Adapter::new(fabric, host, Faults::from_env())),
-        Err(error) => {
-            eprintln!("soft-hca: no devices: {error}");
-            None
-        }
-    })
-    .as_ref()
+    ADAPTER
+        .get_or_init(|| match Fabric::from_env() {
+            Ok((fabric, host)) => Some(Adapter::new(fabric, host, Faults::from_env())),
+            Err(error) => {
+                eprintln!("soft-hca: no devices: {error}");
+                None
+            }
+        })
+        .as_ref()
 }
 
 /// For programs that link this crate: the adapter of a given fabric instead of the environment's. False if one exists.
@@ -58,9 +59,12 @@ pub(crate) struct Adapter {
     running: Mutex<Weak<Running>>,
 }
 
+/// By index; None where the table has no entry.
+pub(crate) type GidTable = Vec<Option<([u8; 16], GidKind)>>;
+
 struct Port {
     state: RwLock<PortState>,
-    gids: RwLock<Vec<Option<([u8; 16], GidKind)>>>,
+    gids: RwLock<GidTable>,
     rate: Option<Duration>,
     latency: Duration,
 }
@@ -102,6 +106,11 @@ impl Adapter {
         &self.fabric
     }
 
+    /// This process's host, by its place in the fabric.
+    pub(crate) fn host(&self) -> usize {
+        self.host
+    }
+
     pub(crate) fn devices(&self) -> &[Device] {
         self.fabric.hosts.get(self.host).map_or(&[], |host| &host.devices)
     }
@@ -140,7 +149,8 @@ impl Adapter {
     }
 
     pub(crate) fn port_state(&self, device: usize, port: usize) -> PortState {
-        self.port(device, port).map_or(PortState::Down, |port| *port.state.read().unwrap_or_else(PoisonError::into_inner))
+        self.port(device, port)
+            .map_or(PortState::Down, |port| *port.state.read().unwrap_or_else(PoisonError::into_inner))
     }
 
     pub(crate) fn port_is_up(&self, device: usize, port: usize) -> bool {
@@ -155,14 +165,16 @@ impl Adapter {
         self.port(device, port).map_or(Duration::ZERO, |port| port.latency)
     }
 
-    pub(crate) fn gids(&self, device: usize, port: usize) -> Vec<Option<([u8; 16], GidKind)>> {
-        self.port(device, port).map_or_else(Vec::new, |port| port.gids.read().unwrap_or_else(PoisonError::into_inner).clone())
+    pub(crate) fn gids(&self, device: usize, port: usize) -> GidTable {
+        self.port(device, port)
+            .map_or_else(Vec::new, |port| port.gids.read().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
     /// Does the address lead to this port?
     pub(crate) fn port_has(&self, device: usize, port: usize, address: &Address) -> bool {
         if address.global {
-            return self.gids(device, port).iter().flatten().any(|(gid, _)| *gid == address.dgid);
+            let gids = self.port(device, port).map(|port| port.gids.read().unwrap_or_else(PoisonError::into_inner));
+            return gids.is_some_and(|gids| gids.iter().flatten().any(|(gid, _)| *gid == address.dgid));
         }
         self.devices().get(device).and_then(|d| d.ports.get(port)).is_some_and(|port| port.lid == address.dlid)
     }

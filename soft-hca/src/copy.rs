@@ -47,7 +47,7 @@ unsafe fn word(to: *mut u64, from: *const u64) {
 unsafe fn bytes(dst: *mut u8, src: *const u8, len: usize) {
     for i in 0..len {
         // SAFETY: i < len.
-        let value = unsafe { src.add(i).read() };
+        let value = unsafe { src.wrapping_add(i).read() };
         // SAFETY: i < len.
         let target = unsafe { AtomicU8::from_ptr(dst.wrapping_add(i)) };
         target.store(value, STORE);
@@ -66,7 +66,7 @@ mod tests {
             for len in (0..40).chain([63, 64, 65, 127, 128, 129, 255, 256, 300]) {
                 let mut dst = vec![0xEEu8; 400];
                 // SAFETY: off + len and from + len are below 400.
-                unsafe { visible(dst.as_mut_ptr().add(off), src[from..].as_ptr(), len) };
+                unsafe { visible(dst.as_mut_ptr().wrapping_add(off), src[from..].as_ptr(), len) };
                 assert_eq!(dst[off..off + len], src[from..from + len]);
                 assert!(dst[..off].iter().chain(&dst[off + len..]).all(|&b| b == 0xEE));
             }

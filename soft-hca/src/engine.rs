@@ -10,8 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How long the engine looks for work before it sleeps. Short: the cores belong to the program.
-const SPIN: Duration = Duration::from_micros(30);
+/// How long the engine looks for work before it sleeps. Short, and without yielding: a thread that slept gets a core at
+/// once when it is woken, one that yielded to a program polling in a loop waits for that program's time slice to end.
+const SPIN: Duration = Duration::from_micros(10);
 const WORDS: usize = 1 << (crate::qp::INDEX_BITS - 6);
 
 /// Which queue pairs have something posted, and the word on which the engine sleeps.
@@ -89,20 +90,21 @@ impl Running {
             bell,
             stop: AtomicBool::new(false),
         });
-        let thread = threaded.then(|| spawn(Arc::clone(&engine))).transpose()?;
+        let body = Arc::clone(&engine);
+        let thread = threaded.then(|| spawn("soft-hca", move || body.run())).transpose()?;
         Ok(Self { engine, thread })
     }
 }
 
 /// Signals are for the program's own threads: the new one inherits a mask that blocks them all.
-fn spawn(engine: Arc<Engine>) -> io::Result<JoinHandle<()>> {
+pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     let mut all = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     let mut before = std::mem::MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: writable.
     unsafe { libc::sigfillset(all.as_mut_ptr()) };
     // SAFETY: one filled set, one writable.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
-    let thread = std::thread::Builder::new().name("soft-hca".into()).spawn(move || engine.run());
+    let thread = std::thread::Builder::new().name(name.into()).spawn(body);
     // SAFETY: filled by the call above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), std::ptr::null_mut()) };
     thread
@@ -143,7 +145,7 @@ impl Engine {
             }
             drop(world);
             if now.duration_since(*idle_since.get_or_insert(now)) < SPIN {
-                std::thread::yield_now();
+                std::hint::spin_loop();
                 continue;
             }
             self.sleep();
@@ -169,7 +171,7 @@ impl Engine {
 }
 
 /// Sleeps while the word is 1. Not FUTEX_PRIVATE: other processes ring too.
-fn wait_while_one(word: &AtomicU32, timeout: Option<Duration>) {
+pub(crate) fn wait_while_one(word: &AtomicU32, timeout: Option<Duration>) {
     let spec = timeout.map(|timeout| libc::timespec {
         tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
         tv_nsec: timeout.subsec_nanos().into(),

@@ -277,8 +277,7 @@ impl Fabric {
     /// One RoCE device on one port, its addresses derived from the host's name.
     pub fn default_for(host: &str) -> Self {
         // FNV-1a: the same on every machine and in every build.
-        let hash =
-            host.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+        let hash = host.bytes().fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
         let [a, b, c, d, e, f, g, h] = hash.to_be_bytes();
         let ip = Ipv4Addr::new(10, f, g, h);
         let mut eui = [0u8; 16];

@@ -83,7 +83,7 @@ fn parse_rule(part: &str) -> Option<Rule> {
     } else {
         (u32::try_from(errno_by_name(what)?).ok()?, 0)
     };
-    (verb != "" && fields.next().is_none()).then(|| Rule {
+    (!verb.is_empty() && fields.next().is_none()).then(|| Rule {
         verb: verb.to_owned(),
         nth,
         onwards,

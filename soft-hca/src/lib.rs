@@ -2,7 +2,7 @@
 //!
 //! Reliable-connected queue pairs behind the verbs ABI, strict where hardware is strict. `verbs` is the border to C;
 //! `adapter` is what a process has; `qp`, `queue`, `memory`, `events` are the objects; `engine` and `rc` move data, over
-//! `link`, `registry`, `shm` and `wire` where the peer is another process. `null` moves it inside the posting call.
+//! `link`, `registry`, `shm`, `tcp` and `wire` where the peer is another process. `null` moves it inside the posting call.
 //! `soft-hca-verbs` gives `verbs` the names and versions of `libibverbs.so.1`.
 pub mod abi;
 mod adapter;
@@ -21,6 +21,7 @@ mod rc;
 mod registry;
 mod shm;
 mod table;
+mod tcp;
 pub mod verbs;
 mod wire;
 

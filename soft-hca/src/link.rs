@@ -4,6 +4,7 @@ use crate::qp::{Address, INDEX_BITS};
 use crate::rc::Pieces;
 use crate::registry::{self, Neighbour, Registry};
 use crate::shm::{Mapping, Ring};
+use crate::tcp::{Tcp, Wire};
 use crate::wire::Frame;
 use std::io;
 use std::sync::Arc;
@@ -14,6 +15,8 @@ pub(crate) enum Peer {
     Local,
     /// A process of this machine, by its slot.
     Slot(u32),
+    /// A process of another host of the fabric file, by that host's place in it and the slot there.
+    Host(usize, u32),
 }
 
 pub(crate) enum Sent {
@@ -24,16 +27,43 @@ pub(crate) enum Sent {
     Gone,
 }
 
-struct Link {
-    slot: u32,
-    ring: Ring,
-    neighbour: Neighbour,
+/// What is at the far end of a ring.
+pub(crate) enum End {
+    Process(Neighbour),
+    Wire(Wire),
+    /// A process that has left since it wrote.
+    Nobody,
+}
+
+impl End {
+    fn wake(&self) {
+        match self {
+            Self::Process(neighbour) => neighbour.memory.wake(),
+            Self::Wire(wire) => wire.wake(),
+            Self::Nobody => {}
+        }
+    }
+
+    fn is_alive(&self) -> bool {
+        match self {
+            Self::Process(neighbour) => neighbour.is_alive(),
+            Self::Wire(wire) => wire.is_alive(),
+            Self::Nobody => false,
+        }
+    }
+}
+
+pub(crate) struct Link {
+    pub(crate) peer: Peer,
+    pub(crate) ring: Ring,
+    pub(crate) end: End,
 }
 
 pub(crate) struct Links {
     own: Arc<Mapping>,
     slot: u32,
     registry: Option<Registry>,
+    tcp: Option<Tcp>,
     outgoing: Vec<Link>,
     incoming: Vec<Link>,
 }
@@ -41,8 +71,14 @@ pub(crate) struct Links {
 impl Links {
     /// Joins the other processes; without a place to meet them, peers in this process still work.
     pub(crate) fn open(adapter: &Adapter) -> io::Result<Self> {
-        let mut links =
-            Self { own: Arc::new(Mapping::anonymous(4096)?), slot: 1, registry: None, outgoing: Vec::new(), incoming: Vec::new() };
+        let mut links = Self {
+            own: Arc::new(Mapping::anonymous(4096)?),
+            slot: 1,
+            registry: None,
+            tcp: None,
+            outgoing: Vec::new(),
+            incoming: Vec::new(),
+        };
         if !adapter.is_threaded() {
             return Ok(links);
         }
@@ -54,6 +90,9 @@ impl Links {
             }
             Err(error) => eprintln!("soft-hca: {}: {error}; only peers in this process can be reached", dir.display()),
         }
+        links.tcp = Tcp::open(adapter, links.slot, Arc::clone(&links.own))
+            .inspect_err(|error| eprintln!("soft-hca: other hosts can't be reached: {error}"))
+            .unwrap_or(None);
         Ok(links)
     }
 
@@ -65,60 +104,64 @@ impl Links {
         self.slot
     }
 
-    pub(crate) fn locate(&self, _address: &Address, dest: u32) -> Peer {
+    pub(crate) fn locate(&self, address: &Address, dest: u32) -> Peer {
         let slot = dest >> INDEX_BITS;
+        if let Some(host) = self.tcp.as_ref().and_then(|tcp| tcp.host_of(address)) {
+            return Peer::Host(host, slot);
+        }
         if slot == self.slot { Peer::Local } else { Peer::Slot(slot) }
     }
 
     pub(crate) fn send(&mut self, peer: Peer, address: &Address, frame: &Frame, payload: &Pieces) -> Sent {
-        let Peer::Slot(slot) = peer else { return Sent::Gone };
-        let at = match self.outgoing.iter().position(|link| link.slot == slot) {
+        let at = match self.outgoing.iter().position(|link| link.peer == peer) {
             Some(at) => at,
-            None => match self.connect(slot, address) {
+            None => match self.connect(peer, address) {
                 Some(at) => at,
                 None => return Sent::Gone,
             },
         };
         let link = &mut self.outgoing[at];
         if link.ring.write(frame, payload) {
-            link.neighbour.memory.wake();
+            link.end.wake();
             return Sent::Yes;
         }
-        if link.neighbour.is_alive() {
+        if link.end.is_alive() {
             return Sent::Full;
         }
-        self.forget(slot);
+        self.forget(peer);
         Sent::Gone
     }
 
-    fn connect(&mut self, slot: u32, address: &Address) -> Option<usize> {
-        let registry = self.registry.as_ref()?;
-        let neighbour = registry.neighbour(slot, Some(address))?;
-        match registry.open_ring(slot, &neighbour) {
-            Ok(ring) => {
-                self.outgoing.push(Link { slot, ring, neighbour });
-                Some(self.outgoing.len() - 1)
+    fn connect(&mut self, peer: Peer, address: &Address) -> Option<usize> {
+        let (ring, end) = match peer {
+            Peer::Local => return None,
+            Peer::Slot(slot) => {
+                let registry = self.registry.as_ref()?;
+                let neighbour = registry.neighbour(slot, Some(address))?;
+                (registry.open_ring(slot, &neighbour), End::Process(neighbour))
             }
-            Err(error) => {
-                eprintln!("soft-hca: no shared memory for a peer (slot {slot}): {error}");
-                None
+            Peer::Host(host, slot) => {
+                let (ring, wire) = self.tcp.as_ref()?.connect(host, slot)?;
+                (Ok(ring), End::Wire(wire))
             }
-        }
+        };
+        let ring = ring.inspect_err(|error| eprintln!("soft-hca: no shared memory for {peer:?}: {error}")).ok()?;
+        self.outgoing.push(Link { peer, ring, end });
+        Some(self.outgoing.len() - 1)
     }
 
-    fn forget(&mut self, slot: u32) {
-        self.outgoing.retain(|link| link.slot != slot);
-        if let Some(registry) = &self.registry {
+    fn forget(&mut self, peer: Peer) {
+        self.outgoing.retain(|link| link.peer != peer);
+        if let (Peer::Slot(slot), Some(registry)) = (peer, &self.registry) {
             registry.close_ring(slot);
         }
     }
 
     /// Is the peer alive, with frames of ours still to read?
     pub(crate) fn is_behind(&mut self, peer: Peer) -> bool {
-        let Peer::Slot(slot) = peer else { return false };
-        let Some(link) = self.outgoing.iter().find(|link| link.slot == slot) else { return false };
-        if !link.neighbour.is_alive() {
-            self.forget(slot);
+        let Some(link) = self.outgoing.iter().find(|link| link.peer == peer) else { return false };
+        if !link.end.is_alive() {
+            self.forget(peer);
             return false;
         }
         !link.ring.is_drained()
@@ -126,17 +169,23 @@ impl Links {
 
     /// Takes in rings that others opened. True if there was one.
     pub(crate) fn accept(&mut self) -> bool {
-        let Some(registry) = self.registry.as_mut() else { return false };
-        let knocks = registry.knocks();
-        if knocks.is_empty() {
+        let mut new = self.tcp.as_ref().map_or_else(Vec::new, Tcp::accepted);
+        if let Some(registry) = self.registry.as_mut() {
+            for slot in registry.knocks() {
+                let found = registry.accept(slot);
+                new.extend(found.map(|(ring, neighbour)| {
+                    let end = neighbour.map_or(End::Nobody, End::Process);
+                    Link { peer: Peer::Slot(slot), ring, end }
+                }));
+            }
+        }
+        if new.is_empty() {
             return false;
         }
-        self.incoming.retain(|link| link.ring.has_input() || link.neighbour.is_alive());
-        for slot in knocks {
-            if let Some((ring, neighbour)) = registry.accept(slot) {
-                self.incoming.retain(|link| link.slot != slot);
-                self.incoming.push(Link { slot, ring, neighbour });
-            }
+        self.incoming.retain(|link| link.ring.has_input() || link.end.is_alive());
+        for link in new {
+            self.incoming.retain(|old| old.peer != link.peer);
+            self.incoming.push(link);
         }
         true
     }
@@ -146,17 +195,23 @@ impl Links {
     }
 
     pub(crate) fn has_input(&self) -> bool {
-        self.registry.as_ref().is_some_and(Registry::has_knocks) || self.incoming.iter().any(|link| link.ring.has_input())
+        self.registry.as_ref().is_some_and(Registry::has_knocks)
+            || self.tcp.as_ref().is_some_and(Tcp::has_accepted)
+            || self.incoming.iter().any(|link| link.ring.has_input())
     }
 
     /// The next frame of an inbound link. What breaks the rules is cut off.
     pub(crate) fn receive(&mut self, at: usize) -> Option<(Peer, Frame, Pieces)> {
         let link = self.incoming.get(at)?;
+        let slot = match link.peer {
+            Peer::Local => self.slot,
+            Peer::Slot(slot) | Peer::Host(_, slot) => slot,
+        };
         match link.ring.read() {
             Ok(None) => None,
-            Ok(Some((frame, data))) if frame.src >> INDEX_BITS == link.slot => Some((Peer::Slot(link.slot), frame, data)),
+            Ok(Some((frame, data))) if frame.src >> INDEX_BITS == slot => Some((link.peer, frame, data)),
             _ => {
-                eprintln!("soft-hca: slot {} sent what is no frame; it is cut off", link.slot);
+                eprintln!("soft-hca: {:?} sent what is no frame; it is cut off", link.peer);
                 self.incoming.remove(at);
                 None
             }
@@ -164,10 +219,10 @@ impl Links {
     }
 
     pub(crate) fn consumed(&mut self, at: usize, frame: &Frame) {
-        if let Some(link) = self.incoming.get_mut(at) {
-            if link.ring.consume(frame) {
-                link.neighbour.memory.wake();
-            }
+        if let Some(link) = self.incoming.get_mut(at)
+            && link.ring.consume(frame)
+        {
+            link.end.wake();
         }
     }
 }

@@ -61,13 +61,7 @@ pub(crate) unsafe fn send(adapter: &Adapter, qp: &Qp, wr: &SendWr) -> Result<(),
 
 /// Moves the bytes and completes the receive. `Err` is the requester's status.
 #[inline]
-unsafe fn transfer(
-    adapter: &Adapter,
-    qp: &Qp,
-    op: Op,
-    wr: &SendWr,
-    sges: &[ffi::ibv_sge],
-) -> Result<u64, u32> {
+unsafe fn transfer(adapter: &Adapter, qp: &Qp, op: Op, wr: &SendWr, sges: &[ffi::ibv_sge]) -> Result<u64, u32> {
     // SAFETY: nothing is destroyed inside this call.
     let peer = unsafe { find(qp.dest.load(Relaxed)) }
         .filter(|peer| matches!(peer.state(), State::Rtr | State::Rts) && peer.dest.load(Relaxed) == qp.num)
@@ -113,7 +107,9 @@ unsafe fn transfer(
         // SAFETY: a receive is left.
         let wr_id = unsafe { peer.recv_wr_id(at) };
         // SAFETY: the only thread.
-        unsafe { peer.recv_cq.push(&peer.recv_cqe(at, wr_id, op, len, imm), wr.send_flags & send_flag::SOLICITED != 0) };
+        unsafe {
+            peer.recv_cq.push(&peer.recv_cqe(at, wr_id, op, len, imm), wr.send_flags & send_flag::SOLICITED != 0)
+        };
     }
     Ok(len)
 }
@@ -129,11 +125,11 @@ unsafe fn scatter(
 ) -> Result<(), u32> {
     let wqe = peer.rq.at(at);
     // SAFETY: posted, so count and that many entries are written.
-    let count = unsafe { (&raw const (*wqe).sge_count).read() };
+    let count = unsafe { RecvWqe::sge_count_at(wqe).read() };
     let mut targets = [Sge::default(); MAX_SGE];
     for (i, target) in targets.iter_mut().enumerate().take(count) {
         // SAFETY: as above.
-        *target = unsafe { (&raw const (*wqe).sges[i]).read() };
+        *target = unsafe { RecvWqe::sge_at(wqe, i).read() };
     }
     let room = targets.iter().map(|sge| u64::from(sge.len)).sum::<u64>();
     if sges.iter().map(|sge| u64::from(sge.length)).sum::<u64>() > room {
@@ -181,14 +177,14 @@ pub(crate) unsafe fn receive(qp: &Qp, wr: &ffi::ibv_recv_wr) -> Result<(), i32> 
     }
     let slot: *mut RecvWqe = qp.rq.at(qp.rq.head());
     // SAFETY: the ring has room and this is its only producer.
-    unsafe { (&raw mut (*slot).wr_id).write(wr.wr_id) };
+    unsafe { RecvWqe::wr_id_at(slot).write(wr.wr_id) };
     // SAFETY: as above.
-    unsafe { (&raw mut (*slot).sge_count).write(count) };
+    unsafe { RecvWqe::sge_count_at(slot).write(count) };
     for i in 0..count {
         // SAFETY: num_sge entries, says the caller.
-        let sge = unsafe { wr.sg_list.add(i).read() };
+        let sge = unsafe { wr.sg_list.wrapping_add(i).read() };
         // SAFETY: as above.
-        unsafe { (&raw mut (*slot).sges[i]).write(Sge { addr: sge.addr, len: sge.length, lkey: sge.lkey }) };
+        unsafe { RecvWqe::sge_at(slot, i).write(Sge { addr: sge.addr, len: sge.length, lkey: sge.lkey }) };
     }
     qp.rq.commit();
     if state == State::Err {

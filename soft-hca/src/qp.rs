@@ -4,6 +4,7 @@ use crate::events::{AsyncEvent, EventQueue};
 use crate::queue::{Cq, Cqe, Freed, WorkRing};
 use crate::{abi::Wc, engine::Bell};
 use ibverbs_sys as ffi;
+use std::mem::offset_of;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicUsize, Ordering};
 
@@ -116,6 +117,22 @@ pub(crate) struct RecvWqe {
     pub(crate) sges: [Sge; MAX_SGE],
 }
 
+/// Single fields of a request in a ring slot, which need not be written as a whole.
+impl RecvWqe {
+    #[inline]
+    pub(crate) fn wr_id_at(slot: *mut Self) -> *mut u64 {
+        slot.wrapping_byte_add(offset_of!(Self, wr_id)).cast()
+    }
+    #[inline]
+    pub(crate) fn sge_count_at(slot: *mut Self) -> *mut usize {
+        slot.wrapping_byte_add(offset_of!(Self, sge_count)).cast()
+    }
+    #[inline]
+    pub(crate) fn sge_at(slot: *mut Self, index: usize) -> *mut Sge {
+        slot.wrapping_byte_add(offset_of!(Self, sges)).cast::<Sge>().wrapping_add(index)
+    }
+}
+
 pub(crate) struct Caps {
     pub(crate) send_wr: u32,
     pub(crate) recv_wr: u32,
@@ -224,7 +241,7 @@ impl Qp {
     pub(crate) unsafe fn recv_wr_id(&self, index: u32) -> u64 {
         let wqe = self.rq.at(index);
         // SAFETY: posted, so wr_id is written.
-        unsafe { (&raw const (*wqe).wr_id).read() }
+        unsafe { RecvWqe::wr_id_at(wqe).read() }
     }
 
     /// The completion of the send request at `index`, if there is one to be given.

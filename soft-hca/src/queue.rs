@@ -216,11 +216,12 @@ impl Cq {
         // Against the caller's "arm, then poll once more": its poll or this load sees the other's store.
         std::sync::atomic::fence(Ordering::SeqCst);
         let armed = self.armed.load(Ordering::Relaxed);
-        if (armed == 1 || armed == 2 && solicited) && self.armed.swap(0, Ordering::SeqCst) != 0 {
-            if let Some(channel) = &self.notify {
-                let cq: CqHandle = self.handle.load(Ordering::Relaxed);
-                channel.push(cq);
-            }
+        if (armed == 1 || armed == 2 && solicited)
+            && self.armed.swap(0, Ordering::SeqCst) != 0
+            && let Some(channel) = &self.notify
+        {
+            let cq: CqHandle = self.handle.load(Ordering::Relaxed);
+            channel.push(cq);
         }
     }
 
@@ -253,7 +254,12 @@ impl Cq {
     /// # Safety
     /// Nobody else polls this queue meanwhile.
     #[inline]
-    pub(crate) unsafe fn poll_alone(&self, count: u32, mut out: impl FnMut(u32, &Wc), mut freed: impl FnMut(Freed)) -> u32 {
+    pub(crate) unsafe fn poll_alone(
+        &self,
+        count: u32,
+        mut out: impl FnMut(u32, &Wc),
+        mut freed: impl FnMut(Freed),
+    ) -> u32 {
         let tail = self.tail.load(Ordering::Relaxed);
         let found = self.head.load(Ordering::Acquire).wrapping_sub(tail).min(count);
         for i in 0..found {

@@ -11,7 +11,8 @@ use ibverbs_sys as ffi;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::Ordering::{self, Relaxed};
+use std::sync::atomic::fence;
 use std::time::{Duration, Instant};
 
 /// Replies a responder keeps for a requester that does not take them; further requests are dropped and come again.
@@ -177,11 +178,11 @@ impl Conn {
 
     /// Queues an acknowledgement; one for a later message stands for those before it.
     fn reply(&mut self, kind: Kind, syndrome: u8, psn: u32) {
-        if kind == Kind::Ack {
-            if let Some(Reply::Frame { kind: Kind::Ack, psn: last, .. }) = self.replies.back_mut() {
-                *last = psn;
-                return;
-            }
+        if kind == Kind::Ack
+            && let Some(Reply::Frame { kind: Kind::Ack, psn: last, .. }) = self.replies.back_mut()
+        {
+            *last = psn;
+            return;
         }
         self.replies.push_back(Reply::Frame { kind, syndrome, psn });
     }
@@ -234,6 +235,8 @@ impl World {
     }
 
     pub(crate) fn remove(&mut self, index: u32) {
+        // What it owes has been earned: the peer's last request must not look lost.
+        self.send_replies(index);
         if let Some(conn) = self.conns.get_mut(index as usize).and_then(Option::take) {
             conn.qp.set_state(State::Err);
             conn.qp.send_cq.forget(index);
@@ -263,6 +266,8 @@ impl World {
         conn.qp.access.store(attr.access, Relaxed);
         match to {
             State::Reset => {
+                self.send_replies(index);
+                let Some(conn) = self.conn_mut(index) else { return };
                 let qp = Arc::clone(&conn.qp);
                 *conn = Conn::new(Arc::clone(&qp));
                 qp.set_state(to);
@@ -323,7 +328,8 @@ impl World {
             self.timer(index, now);
             busy = true;
         }
-        busy && !(self.active.is_empty() && !self.blocked.is_empty())
+        // If all that is left waits for room in a link, there is nothing to do but wait.
+        busy && (self.blocked.is_empty() || !self.active.is_empty())
     }
 
     pub(crate) fn is_idle(&mut self) -> bool {
@@ -379,13 +385,12 @@ impl World {
             return;
         }
         // On a wire the packets would have arrived by now. Here a live peer has merely not been given a core yet.
-        if !conn.lost {
-            if let Some(peer) = conn.peer.filter(|&peer| peer != Peer::Local) {
-                if self.links.is_behind(peer) {
-                    self.set_deadline(index, now);
-                    return;
-                }
-            }
+        if !conn.lost
+            && let Some(peer) = conn.peer.filter(|&peer| peer != Peer::Local)
+            && self.links.is_behind(peer)
+        {
+            self.set_deadline(index, now);
+            return;
         }
         let Some(conn) = self.conn_mut(index) else { return };
         conn.lost = false;
@@ -456,6 +461,8 @@ impl World {
         let Some(conn) = self.conn_mut(index) else { return };
         let qp = Arc::clone(&conn.qp);
         qp.set_state(State::Err);
+        // Against a receive being posted: it is seen below, or its poster sees ERR and rings.
+        fence(Ordering::SeqCst);
         let to = qp.sq.head();
         // The null engine leaves nothing outstanding in a send queue.
         let from = if threaded { conn.una } else { to };
@@ -524,15 +531,15 @@ impl World {
         let (at, offset) = (conn.next, conn.offset);
         // SAFETY: next is posted and not completed.
         let wqe = unsafe { qp.sq.get(at) };
-        if offset == 0 {
-            if let Some((code, vendor)) = self.refusal(wqe, &qp) {
-                // Failures are reported in order: those sent before have to be answered first.
-                let Some(conn) = self.conn_mut(index) else { return false };
-                if conn.una == at {
-                    self.fail_send(index, code, vendor);
-                }
-                return false;
+        if offset == 0
+            && let Some((code, vendor)) = self.refusal(wqe, &qp)
+        {
+            // Failures are reported in order: those sent before have to be answered first.
+            let Some(conn) = self.conn_mut(index) else { return false };
+            if conn.una == at {
+                self.fail_send(index, code, vendor);
             }
+            return false;
         }
         let Some(conn) = self.conn_mut(index) else { return false };
         if wqe.op == Op::Read && offset == 0 {
@@ -1067,8 +1074,8 @@ fn conn_port(conn: Option<&Conn>) -> u8 {
 /// The RNR timer by its code, in units of 10 µs (InfiniBand specification, table 45).
 fn rnr_delay(code: u8) -> Duration {
     const UNITS: [u32; 32] = [
-        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096,
-        6144, 8192, 12288, 16384, 24576, 32768, 49152,
+        65536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072,
+        4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
     Duration::from_micros(10) * UNITS[usize::from(code & 31)]
 }

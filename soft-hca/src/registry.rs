@@ -10,8 +10,8 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 
 pub(crate) const SLOTS: u32 = 1 << 10;
 const MAGIC: u64 = u64::from_le_bytes(*b"softhca1");
@@ -47,7 +47,8 @@ pub(crate) struct Registry {
     slot: u32,
     generation: u64,
     memory: Arc<Mapping>,
-    lock: File,
+    /// Held, not used.
+    _lock: File,
     ring_bytes: usize,
     knocks_seen: u32,
     pid: u32,
@@ -81,6 +82,7 @@ impl Registry {
         if fs::metadata(dir)?.uid() != unsafe { libc::geteuid() } {
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it belongs to another user"));
         }
+        sweep(dir);
         for slot in 1..SLOTS {
             if let Some(lock) = claim(&slot_path(dir, slot))? {
                 forget_links(dir, slot);
@@ -106,8 +108,14 @@ impl Registry {
         memory.word64(GENERATION).store(generation, Ordering::Relaxed);
         memory.word64(0).store(MAGIC, Ordering::Release);
         HELD.store(lock.as_raw_fd(), Ordering::Relaxed);
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| {
+            // SAFETY: the handler stays: this code is not unloaded.
+            unsafe { libc::atexit(leave_at_exit) };
+        });
+        PRESENT.lock().unwrap_or_else(PoisonError::into_inner).push((dir.to_owned(), slot));
         let (dir, pid) = (dir.to_owned(), std::process::id());
-        Ok(Self { dir, slot, generation, memory, lock, ring_bytes, knocks_seen: 0, pid })
+        Ok(Self { dir, slot, generation, memory, _lock: lock, ring_bytes, knocks_seen: 0, pid })
     }
 
     pub(crate) fn slot(&self) -> u32 {
@@ -181,19 +189,22 @@ impl Registry {
             .collect()
     }
 
-    /// The ring that a slot opened towards this one.
-    pub(crate) fn accept(&self, from: u32) -> Option<(Ring, Neighbour)> {
-        let neighbour = self.neighbour(from, None)?;
-        let file = OpenOptions::new().read(true).write(true).open(link_path(&self.dir, from, self.slot)).ok()?;
+    /// The ring that a slot opened towards this one. Its file is not needed any more then, and its owner may have left
+    /// already: what it wrote before still counts.
+    pub(crate) fn accept(&self, from: u32) -> Option<(Ring, Option<Neighbour>)> {
+        let path = link_path(&self.dir, from, self.slot);
+        let file = OpenOptions::new().read(true).write(true).open(&path).ok()?;
+        let _ = fs::remove_file(&path);
         let len = usize::try_from(file.metadata().ok()?.len()).ok()?;
         let memory = Arc::new(Mapping::of_file(&file, len).ok().filter(|_| len > DATA)?);
         let ours = memory.word64(0).load(Ordering::Acquire) == MAGIC
-            && memory.word64(FROM_GENERATION).load(Ordering::Relaxed) == neighbour.generation
             && memory.word64(TO_GENERATION).load(Ordering::Relaxed) == self.generation;
+        let writer = memory.word64(FROM_GENERATION).load(Ordering::Relaxed);
+        let neighbour = self.neighbour(from, None).filter(|neighbour| neighbour.generation == writer);
         Ring::new(memory, len - DATA).filter(|_| ours).map(|ring| (ring, neighbour))
     }
 
-    /// After an unclean look at the other side: nothing of its slot is used again.
+    /// The other side is gone, perhaps before it took the ring.
     pub(crate) fn close_ring(&self, to: u32) {
         let _ = fs::remove_file(link_path(&self.dir, self.slot, to));
     }
@@ -205,12 +216,29 @@ impl Drop for Registry {
             return; // a forked child: the files are its parent's
         }
         HELD.store(-1, Ordering::Relaxed);
+        PRESENT.lock().unwrap_or_else(PoisonError::into_inner).retain(|at| *at != (self.dir.clone(), self.slot));
         self.memory.word64(0).store(0, Ordering::Release);
-        forget_links(&self.dir, self.slot);
-        // While the lock is still held, so that the file can't be another process's by now.
-        let _ = fs::remove_file(slot_path(&self.dir, self.slot));
-        let _ = self.lock.sync_data();
+        // While the lock is still held, so that the files can't be another process's by now.
+        leave(&self.dir, self.slot);
     }
+}
+
+/// Where this process has a slot, for when it ends without closing its devices.
+static PRESENT: Mutex<Vec<(PathBuf, u32)>> = Mutex::new(Vec::new());
+
+extern "C" fn leave_at_exit() {
+    if !crate::adapter::in_forked_child() {
+        // Not waited for: a thread that is being ended may hold it.
+        if let Ok(present) = PRESENT.try_lock() {
+            present.iter().for_each(|(dir, slot)| leave(dir, *slot));
+        }
+    }
+}
+
+/// Removes a slot. Rings from it stay for readers that have yet to take them; the slot's next owner removes the rest.
+fn leave(dir: &Path, slot: u32) {
+    remove_links(dir, |_, to| to == slot);
+    let _ = fs::remove_file(slot_path(dir, slot));
 }
 
 fn slot_path(dir: &Path, slot: u32) -> PathBuf {
@@ -271,13 +299,31 @@ fn is_locked(file: &File) -> bool {
     lock_op(file, libc::F_OFD_GETLK).is_some_and(|range| i32::from(range.l_type) != libc::F_UNLCK)
 }
 
+/// Removes what dead processes left; a slot that is alive is locked.
+fn sweep(dir: &Path) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    let slots = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.strip_prefix("slot-")?.parse().ok());
+    for slot in slots.collect::<Vec<u32>>() {
+        if let Ok(Some(_lock)) = claim(&slot_path(dir, slot)) {
+            forget_links(dir, slot);
+            let _ = fs::remove_file(slot_path(dir, slot));
+        }
+    }
+}
+
 /// Removes rings from and to a slot whose last owner is gone.
 fn forget_links(dir: &Path, slot: u32) {
+    remove_links(dir, |from, to| from == slot || to == slot);
+}
+
+fn remove_links(dir: &Path, gone: impl Fn(u32, u32) -> bool) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name();
         let Some(ends) = name.to_str().and_then(|name| name.strip_prefix("ring-")?.split_once('-')) else { continue };
-        if ends.0.parse() == Ok(slot) || ends.1.parse() == Ok(slot) {
+        if let (Ok(from), Ok(to)) = (ends.0.parse(), ends.1.parse())
+            && gone(from, to)
+        {
             let _ = fs::remove_file(entry.path());
         }
     }
@@ -329,7 +375,15 @@ mod tests {
         });
         assert!(ring.write(&frame.unwrap(), &crate::rc::Pieces::none()));
         assert!(inbound.read().unwrap().is_some());
+        // What is written before leaving arrives, even if it is the first that the other side hears.
+        let to_a = b.neighbour(1, None).unwrap();
+        let mut back = b.open_ring(1, &to_a).unwrap();
+        assert!(back.write(&frame.unwrap(), &crate::rc::Pieces::none()));
         drop(b);
+        let mut a = a;
+        assert_eq!(a.knocks(), [2]);
+        let (left, nobody) = a.accept(2).unwrap();
+        assert!(left.read().unwrap().is_some() && nobody.is_none());
         assert!(!to_b.is_alive());
         assert!(a.neighbour(2, None).is_none());
         let again = join(3);

@@ -44,14 +44,16 @@ impl Mapping {
 
     pub(crate) fn word32(&self, offset: usize) -> &AtomicU32 {
         assert!(offset.is_multiple_of(4) && offset + 4 <= self.len);
+        let at = self.at.as_ptr().wrapping_add(offset).cast();
         // SAFETY: inside the mapping, aligned, and only ever reached as an atomic.
-        unsafe { AtomicU32::from_ptr(self.at.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU32::from_ptr(at) }
     }
 
     pub(crate) fn word64(&self, offset: usize) -> &AtomicU64 {
         assert!(offset.is_multiple_of(8) && offset + 8 <= self.len);
+        let at = self.at.as_ptr().wrapping_add(offset).cast();
         // SAFETY: inside the mapping, aligned, and only ever reached as an atomic.
-        unsafe { AtomicU64::from_ptr(self.at.as_ptr().add(offset).cast()) }
+        unsafe { AtomicU64::from_ptr(at) }
     }
 
     /// 1 while the engine that owns this mapping sleeps.
@@ -101,6 +103,11 @@ impl Ring {
     pub(crate) fn new(memory: Arc<Mapping>, size: usize) -> Option<Self> {
         let sound = size.is_power_of_two() && size >= 2 * SEGMENT && DATA + size <= memory.len;
         sound.then(|| Self { memory, size: size as u64, mine: 0 })
+    }
+
+    /// For the thread of this process at the ring's other end, where that is a socket: it sleeps on the ring itself.
+    pub(crate) fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
     }
 
     fn head(&self) -> &AtomicU64 {
@@ -193,7 +200,18 @@ mod tests {
     fn frame(psn: u32, len: u32) -> Frame {
         let (kind, total) = (Kind::Write, u64::from(len));
         Frame {
-            kind, syndrome: 0, mtu: 5, solicited: false, src: 1, dst: 2, psn, imm: 0, rkey: 0, len, total, offset: 0,
+            kind,
+            syndrome: 0,
+            mtu: 5,
+            solicited: false,
+            src: 1,
+            dst: 2,
+            psn,
+            imm: 0,
+            rkey: 0,
+            len,
+            total,
+            offset: 0,
             raddr: 0,
         }
     }

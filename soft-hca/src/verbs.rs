@@ -17,7 +17,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 
 #[repr(C)]
 struct Context {
@@ -80,8 +80,10 @@ fn guard<T>(otherwise: T, body: impl FnOnce() -> T) -> T {
 }
 
 fn set_errno(code: c_int) {
-    // SAFETY: always points to this thread's errno.
-    unsafe { libc::__errno_location().write(code) };
+    // SAFETY: no preconditions.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: this thread's errno.
+    unsafe { errno.write(code) };
 }
 
 fn pointer<T>(body: impl FnOnce() -> Result<*mut T, c_int>) -> *mut T {
@@ -195,7 +197,7 @@ pub unsafe extern "C" fn free_device_list(list: *mut *mut ffi::ibv_device) {
         }
         let mut len = 1;
         // SAFETY: the list ends with null.
-        while !unsafe { list.add(len - 1).read() }.is_null() {
+        while !unsafe { list.wrapping_add(len - 1).read() }.is_null() {
             len += 1;
         }
         // SAFETY: made by get_device_list with this length.
@@ -218,8 +220,10 @@ pub unsafe extern "C" fn get_device_guid(device: *mut ffi::ibv_device) -> u64 {
 }
 
 pub unsafe extern "C" fn get_device_index(device: *mut ffi::ibv_device) -> c_int {
-    // SAFETY: null or a device of ours.
-    guard(-1, || unsafe { object::<DeviceHandle>(device) }.map_or(-1, |handle| c_int::try_from(handle.index).unwrap_or(-1)))
+    guard(-1, || {
+        // SAFETY: null or a device of ours.
+        unsafe { object::<DeviceHandle>(device) }.map_or(-1, |handle| c_int::try_from(handle.index).unwrap_or(-1))
+    })
 }
 
 pub unsafe extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::ibv_context {
@@ -244,11 +248,9 @@ pub unsafe extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::
         ibv.num_comp_vectors = 1;
         ibv.ops.req_notify_cq = Some(req_notify_cq);
         // SAFETY: Wc has the layout of ibv_wc.
-        ibv.ops.poll_cq = Some(unsafe { std::mem::transmute::<PollCq, PollCqAsDeclared>(if adapter.is_threaded() {
-            poll_cq
-        } else {
-            poll_cq_null
-        }) });
+        ibv.ops.poll_cq = Some(unsafe {
+            std::mem::transmute::<PollCq, PollCqAsDeclared>(if adapter.is_threaded() { poll_cq } else { poll_cq_null })
+        });
         ibv.ops.post_send = Some(if adapter.is_threaded() { post_send } else { post_send_null });
         ibv.ops.post_recv = Some(if adapter.is_threaded() { post_recv } else { post_recv_null });
         let users = AtomicU32::new(0);
@@ -319,11 +321,7 @@ fn port_of(context: &Context, number: u32) -> Result<(usize, &'static crate::fab
 }
 
 /// Writes only what every caller's `ibv_port_attr` has; older ones end there.
-pub unsafe extern "C" fn query_port(
-    context: *mut ffi::ibv_context,
-    number: u8,
-    out: *mut ffi::ibv_port_attr,
-) -> c_int {
+pub unsafe extern "C" fn query_port(context: *mut ffi::ibv_context, number: u8, out: *mut ffi::ibv_port_attr) -> c_int {
     code(|| {
         // SAFETY: a context of ours.
         let context: &Context = unsafe { object(context)? };
@@ -450,7 +448,7 @@ pub unsafe extern "C" fn query_gid_table(
         let mut count = 0;
         for entry in all.take(max) {
             // SAFETY: room for max entries.
-            unsafe { out.add(count).write(entry) };
+            unsafe { out.wrapping_add(count).write(entry) };
             count += 1;
         }
         Ok(count)
@@ -636,7 +634,12 @@ fn is_mapped(addr: usize, len: usize) -> bool {
     unsafe { libc::msync(ptr::with_exposed_provenance_mut(start), len + (addr - start), libc::MS_ASYNC) == 0 }
 }
 
-pub unsafe extern "C" fn reg_mr(pd: *mut ffi::ibv_pd, addr: *mut c_void, len: usize, access: c_int) -> *mut ffi::ibv_mr {
+pub unsafe extern "C" fn reg_mr(
+    pd: *mut ffi::ibv_pd,
+    addr: *mut c_void,
+    len: usize,
+    access: c_int,
+) -> *mut ffi::ibv_mr {
     // SAFETY: the caller's. The address is its own iova.
     unsafe { register(pd, addr, len, addr.addr() as u64, access.cast_unsigned(), "reg_mr") }
 }
@@ -770,7 +773,7 @@ unsafe extern "C" fn poll_cq(cq: *mut ffi::ibv_cq, max: c_int, out: *mut Wc) -> 
         let Ok(cq) = (unsafe { object::<CqObject>(cq) }) else { return -1 };
         let Ok(max) = u32::try_from(max) else { return -1 };
         // SAFETY: room for max entries.
-        let found = cq.core.poll(max, |i, wc| unsafe { out.add(i as usize).write(*wc) }, give_back);
+        let found = cq.core.poll(max, |i, wc| unsafe { out.wrapping_add(i as usize).write(*wc) }, give_back);
         c_int::try_from(found).unwrap_or(-1)
     })
 }
@@ -780,7 +783,7 @@ unsafe extern "C" fn poll_cq_null(cq: *mut ffi::ibv_cq, max: c_int, out: *mut Wc
     let Some(cq) = (unsafe { cq.cast::<CqObject>().as_ref() }) else { return -1 };
     let Ok(max) = u32::try_from(max) else { return -1 };
     // SAFETY: room for max entries.
-    let write = |i: u32, wc: &Wc| unsafe { out.add(i as usize).write(*wc) };
+    let write = |i: u32, wc: &Wc| unsafe { out.wrapping_add(i as usize).write(*wc) };
     // SAFETY: the null engine's only thread.
     let found = unsafe { cq.core.poll_alone(max, write, give_back) };
     found.cast_signed()
@@ -802,9 +805,10 @@ pub unsafe extern "C" fn create_qp(pd: *mut ffi::ibv_pd, init: *mut ffi::ibv_qp_
         if init.qp_type != ffi::ibv_qp_type::IBV_QPT_RC || !init.srq.is_null() {
             return Err(libc::EOPNOTSUPP);
         }
-        // SAFETY: queues of ours.
-        let (send_cq, recv_cq) = unsafe { (object::<CqObject>(init.send_cq), object::<CqObject>(init.recv_cq)) };
-        let (send_cq, recv_cq) = (send_cq?, recv_cq?);
+        // SAFETY: a queue of ours.
+        let send_cq: &CqObject = unsafe { object(init.send_cq)? };
+        // SAFETY: a queue of ours.
+        let recv_cq: &CqObject = unsafe { object(init.recv_cq)? };
         let sges = u32::try_from(MAX_SGE).unwrap_or(0);
         let cap = init.cap;
         if cap.max_send_wr > device.max_qp_wr
@@ -877,7 +881,7 @@ pub unsafe extern "C" fn modify_qp(qp: *mut ffi::ibv_qp, attr: *mut ffi::ibv_qp_
         world.enter(core.index, to, next);
         drop(world);
         // SAFETY: the caller modifies a queue pair from one thread at a time, as with any provider.
-        unsafe { (&raw mut (*qp).state).write(to as u32) };
+        unsafe { (*qp).state = to as u32 };
         if context.adapter.is_threaded() {
             core.bell.ring(core.index);
         }
@@ -1077,7 +1081,7 @@ unsafe fn copy_sges(list: *const ffi::ibv_sge, num: c_int, max: u32, out: &mut [
     }
     for (i, entry) in out.iter_mut().enumerate().take(num) {
         // SAFETY: num entries.
-        let sge = unsafe { list.add(i).read() };
+        let sge = unsafe { list.wrapping_add(i).read() };
         *entry = Sge { addr: sge.addr, len: sge.length, lkey: sge.lkey };
     }
     Ok(num)
@@ -1112,6 +1116,7 @@ unsafe extern "C" fn post_recv(
         });
         drop(producer);
         // In ERR the engine flushes it; otherwise a message picks it up.
+        fence(Ordering::SeqCst);
         if core.state() == State::Err {
             core.bell.ring(core.index);
         }

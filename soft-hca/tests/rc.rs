@@ -1,4 +1,10 @@
 //! Reliable connections inside one process: every operation, every failure, as a program sees them through verbs.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
 mod rig;
 
 #[cfg(test)]
@@ -300,7 +306,7 @@ mod tests {
             let failed = a.one();
             assert_eq!((failed.status, failed.vendor_err), (12, 129), "{what}");
             let least = Duration::from_nanos(3 * (4096 << 10));
-            assert!(start.elapsed() >= least && start.elapsed() < least * 20, "{what}: {:?}", start.elapsed());
+            assert!(start.elapsed() >= least && start.elapsed() < least * 60, "{what}: {:?}", start.elapsed());
             a.destroy();
         }
     }
@@ -326,7 +332,7 @@ mod tests {
     fn a_late_peer_is_reached_by_a_retry() {
         let nic = Nic::open(0);
         let (a, b) = (nic.qp(), nic.qp());
-        a.connect(&Link { timeout: 8, ..Link::to(&nic, b.num()) });
+        a.connect(&Link { timeout: 12, ..Link::to(&nic, b.num()) });
         let mut buf = vec![0u8; 64];
         let mr = nic.mr(&mut buf, RIGHTS);
         a.write(1, &[sge(&[7; 32], ptr::null_mut())][..0], addr(&buf), rkey(mr), None);

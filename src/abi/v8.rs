@@ -15,6 +15,10 @@ use super::types::{
 
 const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
 
+/// Largest n of irecv.
+const MAX_RECVS: c_int = 8;
+const _: () = assert!(MAX_GROUP == 8);
+
 /// The table that NCCL reads, before init too.
 #[repr(transparent)]
 #[derive(Debug)]
@@ -76,6 +80,18 @@ unsafe fn registration<'a>(handle: *mut c_void) -> Result<&'a MrHandle, NetError
     Ok(unsafe { handle.as_ref() })
 }
 
+/// Entry `i` of an array that NCCL passes.
+///
+/// # Safety
+/// The array has more than `i` entries.
+#[inline]
+unsafe fn entry<T: Copy>(array: NonNull<T>, i: usize) -> T {
+    // SAFETY: by this function's contract.
+    let place = unsafe { array.add(i) };
+    // SAFETY: as above.
+    unsafe { place.read() }
+}
+
 #[inline]
 fn request_pointer(request: Option<net::Request>) -> *mut c_void {
     request.map_or(ptr::null_mut(), NonNull::as_ptr)
@@ -111,7 +127,7 @@ unsafe extern "C" fn get_properties(dev: c_int, props: *mut ncclNetProperties_v8
             port: device.port,
             latency: device.latency,
             maxComms: device.max_comms,
-            maxRecvs: MAX_GROUP as c_int,
+            maxRecvs: MAX_RECVS,
             netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
             netDeviceVersion: 0,
         };
@@ -180,7 +196,7 @@ unsafe extern "C" fn accept(
 
 /// regMr takes host memory, and GPU memory that a peer memory driver maps; not a bit mask.
 fn check_type(kind: c_int) -> Result<(), NetError> {
-    if kind == NCCL_PTR_HOST as c_int || kind == NCCL_PTR_CUDA as c_int {
+    if matches!(u32::try_from(kind), Ok(NCCL_PTR_HOST | NCCL_PTR_CUDA)) {
         return Ok(());
     }
     Err(NetError::misuse(&format!("memory type {kind}; NCCL_PTR_HOST (1) and NCCL_PTR_CUDA (2) exist")))
@@ -293,13 +309,13 @@ unsafe extern "C" fn irecv(
         let mut buffers = net::Buffers::new();
         for i in 0..n {
             // SAFETY: NCCL passes n entries in each array; this is one of them.
-            let address = unsafe { data.add(i).read() } as u64;
+            let address = unsafe { entry(data, i) } as u64;
             // SAFETY: as above.
-            let size = unsafe { sizes.add(i).read() };
+            let size = unsafe { entry(sizes, i) };
             // SAFETY: as above.
-            let tag = unsafe { tags.add(i).read() };
+            let tag = unsafe { entry(tags, i) };
             // SAFETY: as above.
-            let handle = unsafe { mhandles.add(i).read() };
+            let handle = unsafe { entry(mhandles, i) };
             let Ok(size) = u64::try_from(size) else { return Err(NetError::misuse("irecv of a negative size")) };
             // SAFETY: NCCL passes registrations of this comm.
             buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
@@ -342,11 +358,11 @@ unsafe extern "C" fn iflush(
         let mut buffers = net::Buffers::new();
         for i in 0..n {
             // SAFETY: NCCL passes n entries in each array; this is one of them.
-            any |= unsafe { sizes.add(i).read() } > 0;
+            any |= unsafe { entry(sizes, i) } > 0;
             // SAFETY: as above.
-            let address = unsafe { data.add(i).read() } as u64;
+            let address = unsafe { entry(data, i) } as u64;
             // SAFETY: as above.
-            let handle = unsafe { mhandles.add(i).read() };
+            let handle = unsafe { entry(mhandles, i) };
             // SAFETY: NCCL passes registrations of this comm.
             buffers.push(address, 0, 0, unsafe { registration(handle) }?);
         }

@@ -142,8 +142,14 @@ impl Registrar {
         let within = offset % GRANULE;
         let length = (length + usize::try_from(within).unwrap_or(0)).next_multiple_of(4096);
         let begin = std::time::Instant::now();
-        let mr =
-            Mr::register_dmabuf(&self.pd, fd, offset - within, address.wrapping_sub(within), length, self.bulk(access))?;
+        let mr = Mr::register_dmabuf(
+            &self.pd,
+            fd,
+            offset - within,
+            address.wrapping_sub(within),
+            length,
+            self.bulk(access),
+        )?;
         self.spent(begin);
         Ok(Registration { mr: Arc::new(mr), cached: None })
     }

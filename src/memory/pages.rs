@@ -68,6 +68,8 @@ mod tests {
         assert_eq!(pages.len() % 4096, 0);
         assert!(pages.len() >= 5000 && pages.address().is_multiple_of(4096));
         // SAFETY: inside the mapping.
-        assert_eq!(unsafe { pages.base().as_ptr().add(4999).read() }, 0);
+        let last = unsafe { pages.base().add(4999) };
+        // SAFETY: as above.
+        assert_eq!(unsafe { last.read() }, 0);
     }
 }

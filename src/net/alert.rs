@@ -32,7 +32,10 @@ struct Cold {
 pub(crate) enum Attention {
     Failed(NetError),
     /// The peer closed in good order; every position before `received` had arrived there.
-    PeerClosed { received: u32, over: bool },
+    PeerClosed {
+        received: u32,
+        over: bool,
+    },
 }
 
 impl Alert {

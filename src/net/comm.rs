@@ -50,6 +50,7 @@ pub(super) struct Base {
     /// Worst case in seconds until the NIC gives up on a peer that does not answer.
     pub(super) nic_patience: f64,
     /// Registrations that were given back while traffic used them; kept until the QPs are gone.
+    #[expect(clippy::vec_box, reason = "requests point into the handles, so they must not move")]
     pub(super) graveyard: Mutex<Vec<Box<MrHandle>>>,
     pub(super) fenced: AtomicBool,
 }
@@ -116,6 +117,12 @@ impl Buffers {
         // SAFETY: push wrote the first `len`.
         unsafe { std::slice::from_raw_parts(self.list.as_ptr().cast(), self.len) }
     }
+}
+
+/// An index below 256.
+#[inline]
+fn low_byte(index: usize) -> u8 {
+    index.to_le_bytes()[0]
 }
 
 /// A request as NCCL holds it.
@@ -296,9 +303,9 @@ impl Comm {
     }
 
     #[inline]
-    fn request(self: &Comm, index: usize) -> Request {
+    fn request(&self, index: usize) -> Request {
         // Inside the allocation: a comm is larger than 256 bytes.
-        const { assert!(size_of::<Comm>() >= 256) };
+        const { assert!(size_of::<Self>() >= 256) };
         NonNull::from(self).cast::<u8>().map_addr(|a| a | index).cast()
     }
 
@@ -377,7 +384,7 @@ impl Comm {
                 if comm.base.alert.raised() {
                     comm.mind(sender, false)?;
                 }
-                match sender.test((index & (SEND_REQUESTS - 1)) as u8) {
+                match sender.test(low_byte(index)) {
                     Ok(SendProgress::Done { size }) => Ok(Tested::Sent { size }),
                     Ok(SendProgress::Pending) => Ok(Tested::Pending),
                     Err(fault) => comm.settle(sender, &fault, index),
@@ -391,13 +398,13 @@ impl Comm {
                     comm.mind()?;
                 }
                 let tested = if index < RECV_REQUESTS {
-                    receiver.test(index as u8).map(|p| match p {
+                    receiver.test(low_byte(index)).map(|p| match p {
                         RecvProgress::Done { n, sizes } => Tested::Received { n, sizes },
                         RecvProgress::Pending => Tested::Pending,
                     })
                 } else {
                     receiver
-                        .test_flush((index - RECV_REQUESTS) as u8)
+                        .test_flush(low_byte(index - RECV_REQUESTS))
                         .map(|done| if done { Tested::Flushed } else { Tested::Pending })
                 };
                 match tested {
@@ -453,7 +460,7 @@ impl SendComm {
     fn settle(&self, sender: &mut Sender<Arc<QpSet>>, fault: &Fault, index: usize) -> Result<Tested, NetError> {
         if let Some(Attention::PeerClosed { received, .. }) = self.base.alert.attention()
             && sender.settle(received)
-            && let Ok(SendProgress::Done { size }) = sender.test((index & (SEND_REQUESTS - 1)) as u8)
+            && let Ok(SendProgress::Done { size }) = sender.test(low_byte(index))
         {
             return Ok(Tested::Sent { size });
         }

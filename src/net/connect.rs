@@ -10,13 +10,13 @@ use crate::config::Config;
 use crate::memory::Pages;
 use crate::rendezvous::{Channel, Connector, Handle, Watcher};
 use crate::transfer::credit::{CreditRing, Stride};
-use crate::transfer::{MAX_RAILS, QpSet, SEND_REQUESTS, Sender, SenderParts};
+use crate::transfer::{MAX_RAILS, QpSet, Sender, SenderParts};
 use crate::verbs::{Access, Mr};
 
 use super::alert::Alert;
 use super::comm::{Base, Comm, SendComm};
 use super::device::{Device, Port};
-use super::endpoint::{Draft, Role};
+use super::endpoint::{Draft, Role, SEND_QUEUE};
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::{Code, NetError, control};
 
@@ -48,7 +48,7 @@ enum Stage {
 
 /// The outcome of a step.
 pub(super) enum Step {
-    Again(Connecting),
+    Again(Box<Connecting>),
     Done(Box<Comm>),
 }
 
@@ -114,7 +114,7 @@ impl Connecting {
         let mut stage = self.stage;
         let limit = config.connect_timeout;
         loop {
-            let again = |stage| Ok(Step::Again(Self { id, deadline, stage }));
+            let again = |stage| Ok(Step::Again(Box::new(Self { id, deadline, stage })));
             stage = match stage {
                 Stage::Dialing(mut connector, side) => match connector.poll(now) {
                     Poll::Pending => return again(Stage::Dialing(connector, side)),
@@ -180,7 +180,11 @@ pub(super) fn receive(channel: &mut Channel) -> Result<Option<(u8, Vec<u8>)>, Ne
         Poll::Pending => Ok(None),
         Poll::Ready(Ok(frame)) if frame.kind == kind::FAILED => Err(NetError::new(
             Code::Remote,
-            format!("the peer at {} gave up the connection set-up: {}", channel.peer_addr(), String::from_utf8_lossy(&frame.body)),
+            format!(
+                "the peer at {} gave up the connection set-up: {}",
+                channel.peer_addr(),
+                String::from_utf8_lossy(&frame.body)
+            ),
         )),
         Poll::Ready(Ok(frame)) => Ok(Some((frame.kind, frame.body))),
         Poll::Ready(Err(e)) => Err(lost(channel, &e.to_string())),
@@ -190,7 +194,10 @@ pub(super) fn receive(channel: &mut Channel) -> Result<Option<(u8, Vec<u8>)>, Ne
 pub(super) fn lost(channel: &Channel, why: &str) -> NetError {
     NetError::new(
         Code::Remote,
-        format!("the connection set-up with {} broke off: {why}; its process may have ended, see its log", channel.peer_addr()),
+        format!(
+            "the connection set-up with {} broke off: {why}; its process may have ended, see its log",
+            channel.peer_addr()
+        ),
     )
 }
 
@@ -299,14 +306,13 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         split_threshold: config.split_threshold,
         spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
         max_portion: max_msg.min(1 << 31),
-        sq_depth: SEND_REQUESTS as u32,
+        sq_depth: SEND_QUEUE,
     });
     let base = base(channel, alert, qps, ports, routes, answer.who.clone(), config)?;
     Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
 }
 
 /// What both directions need beside their data path.
-#[expect(clippy::too_many_arguments, reason = "the parts of one struct, each from another place")]
 pub(super) fn base(
     channel: Channel,
     alert: Arc<Alert>,
@@ -321,9 +327,10 @@ pub(super) fn base(
     for port in &ports {
         port.events.remember(port.num, qps.qp_nums(), &alert);
     }
-    let control = Watcher::global()
-        .and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer))))
-        .map_err(|e| NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}")))?;
+    let control =
+        Watcher::global().and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer)))).map_err(
+            |e| NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}")),
+        )?;
     let nic_patience = match config.ib_timeout {
         0 => f64::INFINITY,
         t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),

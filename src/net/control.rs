@@ -39,7 +39,9 @@ impl ControlEvents for Events {
                         alert.peer_closed(received);
                     }
                 }
-                Some(_) => self.fail(format!("peer {} closed the connection with transfers under way (aborted)", self.peer)),
+                Some(_) => {
+                    self.fail(format!("peer {} closed the connection with transfers under way (aborted)", self.peer))
+                }
                 None => self.fail(format!("peer {} sent a damaged last word", self.peer)),
             },
             _ => self.fail(format!("peer {} sent an unknown control message {kind}", self.peer)),

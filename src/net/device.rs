@@ -224,7 +224,9 @@ pub fn discover(config: &Config) -> Discovery {
         }
     };
     if list.is_empty() {
-        found.left_out.push(LeftOut { name: "all devices".into(), why: pci::why_no_device(&config.sysroot, &library.name) });
+        found
+            .left_out
+            .push(LeftOut { name: "all devices".into(), why: pci::why_no_device(&config.sysroot, &library.name) });
     }
     let (filter, warnings) = hca::Filter::parse(config.ib_hca.as_deref().unwrap_or(""));
     found.warnings.extend(warnings.iter().map(ToString::to_string));
@@ -237,7 +239,9 @@ pub fn discover(config: &Config) -> Discovery {
             Ok(context) => context,
             Err(e) => {
                 let why = match e.errno {
-                    libc::EPERM | libc::EACCES => format!("{e}: not permitted to this process or container (device cgroup, /dev/infiniband)"),
+                    libc::EPERM | libc::EACCES => {
+                        format!("{e}: not permitted to this process or container (device cgroup, /dev/infiniband)")
+                    }
                     _ => e.to_string(),
                 };
                 found.warnings.push(format!("{name} is left out: {why}"));
@@ -307,7 +311,14 @@ fn look_at(
         let pkey = match context.pkey(num, config.ib_pkey) {
             Ok(pkey) => pkey,
             Err(e) if link_layer(&port_attr) == LinkLayer::InfiniBand => {
-                leave(full, format!("{e}; NCCL_IB_PKEY is the index of a key in the port's table of {}", port_attr.pkey_tbl_len), true);
+                leave(
+                    full,
+                    format!(
+                        "{e}; NCCL_IB_PKEY is the index of a key in the port's table of {}",
+                        port_attr.pkey_tbl_len
+                    ),
+                    true,
+                );
                 continue;
             }
             Err(_) => 0xffff,
@@ -352,8 +363,11 @@ fn look_at(
 
 /// Has the background thread read the device's events, for as long as the process lives.
 fn watch_events(context: &Arc<Context>, events: &Arc<DeviceEvents>, config: &Config) {
-    let reader =
-        EventReader { context: Arc::clone(context), events: Arc::clone(events), fatal_ends: config.ib_return_async_events };
+    let reader = EventReader {
+        context: Arc::clone(context),
+        events: Arc::clone(events),
+        fatal_ends: config.ib_return_async_events,
+    };
     let watched = context
         .event_fd()
         .map_err(|e| e.to_string())
@@ -361,7 +375,9 @@ fn watch_events(context: &Arc<Context>, events: &Arc<DeviceEvents>, config: &Con
     match watched {
         // Devices stay open until the process ends, and so does the watch.
         Ok(handle) => std::mem::forget::<FdHandle>(handle),
-        Err(e) => tracing::warn!(target: "init", "{}: its events can't be read ({e}): link and device failures show only in completions", context.name()),
+        Err(e) => {
+            tracing::warn!(target: "init", "{}: its events can't be read ({e}): link and device failures show only in completions", context.name())
+        }
     }
 }
 

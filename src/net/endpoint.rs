@@ -9,9 +9,7 @@ use crate::config::Config;
 use crate::topology::gid;
 use crate::topology::port::LinkLayer;
 use crate::transfer::{CREDIT_WRS, FLUSH_WRS, QpSet, RailLink, SEND_REQUESTS};
-use crate::verbs::{
-    Access, AddressVector, Cq, Ece, Init, Qp, QpCaps, RtrAttr, Rtr, Rts, RtsAttr, VerbsError,
-};
+use crate::verbs::{Access, AddressVector, Cq, Ece, Init, Qp, QpCaps, Rtr, RtrAttr, Rts, RtsAttr, VerbsError};
 
 use super::device::Port;
 use super::hello::{HelloQp, HelloRail};
@@ -23,6 +21,16 @@ const MIN_RNR_TIMER: u8 = 12;
 const RNR_RETRY: u8 = 6;
 /// Bytes that a credit write may carry inside its request: two narrow entries or one wide.
 const MAX_INLINE: u32 = 64;
+
+/// Send requests that a sending QP takes.
+pub(super) const SEND_QUEUE: u32 = 128;
+const _: () = assert!(SEND_QUEUE as usize == SEND_REQUESTS);
+/// Credit writes that the credit QP takes.
+const CREDIT_QUEUE: u32 = 128;
+const _: () = assert!(CREDIT_QUEUE as usize == CREDIT_WRS);
+/// Reads that a loopback QP takes.
+const FLUSH_QUEUE: u32 = 256;
+const _: () = assert!(FLUSH_QUEUE as usize == FLUSH_WRS);
 
 /// Which end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -75,13 +83,13 @@ fn random24() -> u32 {
 }
 
 impl Role {
-    fn caps(self, first: bool, recvs: usize) -> QpCaps {
+    fn caps(self, first: bool, recvs: u32) -> QpCaps {
         match self {
-            Self::Send => QpCaps { max_send_wr: SEND_REQUESTS as u32, max_recv_wr: 1, max_inline: 0 },
+            Self::Send => QpCaps { max_send_wr: SEND_QUEUE, max_recv_wr: 1, max_inline: 0 },
             // Credits go over the first QP of a rail.
             Self::Recv => QpCaps {
-                max_send_wr: if first { CREDIT_WRS as u32 } else { 1 },
-                max_recv_wr: recvs as u32,
+                max_send_wr: if first { CREDIT_QUEUE } else { 1 },
+                max_recv_wr: recvs,
                 max_inline: if first { MAX_INLINE } else { 0 },
             },
         }
@@ -94,20 +102,20 @@ impl Draft {
         role: Role,
         ports: &[Arc<Port>],
         qps: usize,
-        recvs: usize,
+        recvs: u32,
         config: &Config,
     ) -> Result<Self, NetError> {
         let mut rails = Vec::with_capacity(ports.len());
         for port in ports {
             let gid = port.gid(config)?;
-            let entries: usize = (0..qps)
+            let entries: u32 = (0..qps)
                 .map(|q| {
                     let caps = role.caps(q == 0, recvs);
-                    caps.max_send_wr as usize + caps.max_recv_wr as usize
+                    caps.max_send_wr + caps.max_recv_wr
                 })
                 .sum();
-            let flush = if role == Role::Recv { FLUSH_WRS } else { 0 };
-            let cq = Cq::create(&port.context, (entries + flush) as u32).map_err(|e| verbs(port, e))?;
+            let flush = if role == Role::Recv { FLUSH_QUEUE + 1 } else { 0 };
+            let cq = Cq::create(&port.context, entries + flush).map_err(|e| verbs(port, e))?;
             // The peer writes credits into the sender's ring, or data into the receiver's buffers.
             let access = Access::REMOTE_WRITE;
             let mut list = Vec::with_capacity(qps);
@@ -135,16 +143,12 @@ impl Draft {
                 lid: rail.port.attr.lid,
                 gid: rail.gid.gid.0,
                 grh_required: rail.port.attr.grh_required,
-                mtu: rail.port.attr.active_mtu as u8,
+                mtu: u8::try_from(rail.port.attr.active_mtu).unwrap_or(0),
                 max_msg_sz: rail.port.attr.max_msg_sz,
                 pkey: rail.port.pkey,
                 speed: rail.port.speed,
                 ring_rkey: ring_rkeys.get(i).copied().unwrap_or(0),
-                qps: rail
-                    .qps
-                    .iter()
-                    .map(|qp| HelloQp { num: qp.num, psn: qp.psn, ece: qp.ece() })
-                    .collect(),
+                qps: rail.qps.iter().map(|qp| HelloQp { num: qp.num, psn: qp.psn, ece: qp.ece() }).collect(),
             })
             .collect()
     }
@@ -263,7 +267,9 @@ impl Draft {
         }
         let hint = match e.errno {
             libc::ETIMEDOUT => "the peer's address could not be resolved: check route, neighbour (ARP/ND) and rail",
-            libc::ENETUNREACH | libc::EHOSTUNREACH => "there is no route from this GID's interface to the peer's address",
+            libc::ENETUNREACH | libc::EHOSTUNREACH => {
+                "there is no route from this GID's interface to the peer's address"
+            }
             libc::ENODEV => "the GID index is empty now: the address moved or belongs to another network namespace",
             libc::EINVAL => "the device refused the attributes: compare GID types, MTU and P_Key of both ends",
             _ => "see the device's own log",
@@ -298,7 +304,7 @@ impl Draft {
     /// A QP on `rail`, connected to itself, whose reads push the NIC's earlier writes into the GPU.
     pub(super) fn loopback(&self, rail: usize, config: &Config) -> Result<Qp<Rts>, NetError> {
         let DraftRail { cq, port, gid, .. } = &self.rails[rail];
-        let caps = QpCaps { max_send_wr: FLUSH_WRS as u32, max_recv_wr: 1, max_inline: 0 };
+        let caps = QpCaps { max_send_wr: FLUSH_QUEUE, max_recv_wr: 1, max_inline: 0 };
         let qp = Qp::create(port.registrar.pd(), cq, cq, caps)
             .map_err(|e| verbs(port, e))?
             .init(port.num, port.pkey_index, Access::REMOTE_READ)
@@ -314,12 +320,8 @@ impl Draft {
             path_mtu: port.attr.active_mtu,
             min_rnr_timer: MIN_RNR_TIMER,
         };
-        let rts = RtsAttr {
-            sq_psn: psn,
-            timeout: config.ib_timeout,
-            retry_cnt: config.ib_retry_cnt,
-            rnr_retry: RNR_RETRY,
-        };
+        let rts =
+            RtsAttr { sq_psn: psn, timeout: config.ib_timeout, retry_cnt: config.ib_retry_cnt, rnr_retry: RNR_RETRY };
         qp.rtr(&rtr).map_err(|r| verbs(port, r.error))?.rts(&rts).map_err(|r| verbs(port, r.error))
     }
 }
@@ -392,7 +394,7 @@ fn address(port: &Port, gid: &gid::Choice, far: &HelloRail, flow_label: u32, tra
     }
     AddressVector::Gid {
         dgid: far.gid,
-        sgid_index: gid.index as u8,
+        sgid_index: u8::try_from(gid.index).unwrap_or(0),
         dlid: if ethernet { 0 } else { far.lid },
         // Distinct labels spread QPs over ECMP paths (RoCE v2 makes its UDP source port from it).
         flow_label: if ethernet { flow_label & 0xf_ffff } else { 0 },

@@ -57,8 +57,13 @@ impl DeviceEvents {
     }
 
     fn fail(&self, device: &str, text: &str, which: impl Fn(u32, u8) -> bool) {
-        let hit: Vec<Arc<Alert>> =
-            self.state().comms.iter().filter(|(qp, (port, _))| which(**qp, *port)).filter_map(|(_, (_, a))| a.upgrade()).collect();
+        let hit: Vec<Arc<Alert>> = self
+            .state()
+            .comms
+            .iter()
+            .filter(|(qp, (port, _))| which(**qp, *port))
+            .filter_map(|(_, (_, a))| a.upgrade())
+            .collect();
         for alert in hit {
             alert.fail(NetError::new(Code::System, format!("{device}: {text}")));
         }

@@ -31,7 +31,9 @@ pub(crate) const MAX_QPS: usize = 16;
 /// A body that can't be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HelloError {
-    #[error("the peer's plugin {peer} speaks version {theirs} of the connection set-up, this one ({own}) speaks {ours}: install the same plugin on both hosts")]
+    #[error(
+        "the peer's plugin {peer} speaks version {theirs} of the connection set-up, this one ({own}) speaks {ours}: install the same plugin on both hosts"
+    )]
     Version { peer: String, theirs: u16, own: String, ours: u16 },
     #[error("the peer's connection set-up is damaged ({0})")]
     Damaged(&'static str),
@@ -295,7 +297,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn sample(rails: usize, qps: usize) -> Hello {
+    fn sample(rails: u8, qps: u32) -> Hello {
         let rail = |i: u8| HelloRail {
             device: format!("mlx5_{i}"),
             port: 1,
@@ -308,14 +310,12 @@ mod tests {
             pkey: 0xffff,
             speed: 400_000,
             ring_rkey: 7,
-            qps: (0..qps)
-                .map(|q| HelloQp { num: q as u32, psn: 99, ece: (q % 2 == 1).then(Ece::default) })
-                .collect(),
+            qps: (0..qps).map(|q| HelloQp { num: q, psn: 99, ece: (q % 2 == 1).then(Ece::default) }).collect(),
         };
         Hello {
             who: Who { version: "0.1.0".into(), host: "node-a".into(), pid: 42 },
             ring_address: 0x7000_0000,
-            rails: (0..rails).map(|i| rail(i as u8)).collect(),
+            rails: (0..rails).map(rail).collect(),
             pairs: vec![(0, 1)],
         }
     }

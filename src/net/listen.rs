@@ -23,6 +23,8 @@ use super::hello::{Hello, kind};
 use super::{Code, NetError};
 
 type Rx = Receiver<Arc<QpSet>>;
+/// (rail of the connecting side, rail of this side).
+type Pairs = Vec<(u8, u8)>;
 
 /// A listener, and the peers whose set-up is under way.
 #[derive(Debug)]
@@ -45,13 +47,13 @@ enum Stage {
     /// Waiting for the offer.
     Greeted,
     /// Taking QPs to RTS.
-    Raising(Draft, Box<Hello>, Vec<(u8, u8)>),
+    Raising(Draft, Box<Hello>, Pairs),
     /// Answered, waiting for the peer's word that it can receive.
     Answered(Draft, Box<Hello>),
 }
 
 enum Step {
-    Again(Pending),
+    Again(Box<Pending>),
     Done(Box<Comm>),
 }
 
@@ -88,7 +90,7 @@ impl Accepting {
             match self.peers.swap_remove(i).step(&self.rails, &self.device, config, now)? {
                 Step::Done(comm) => return Ok(Some(comm)),
                 Step::Again(pending) => {
-                    self.peers.push(pending);
+                    self.peers.push(*pending);
                     let last = self.peers.len() - 1;
                     self.peers.swap(i, last);
                     i += 1;
@@ -117,7 +119,7 @@ impl Pending {
             self.stage = match self.stage {
                 Stage::Greeted => match receive(&mut self.channel)? {
                     None if late => return Err(give_up(&mut self.channel, "for its offer")),
-                    None => return Ok(Step::Again(Self { stage: Stage::Greeted, ..self })),
+                    None => return Ok(Step::Again(Box::new(Self { stage: Stage::Greeted, ..self }))),
                     Some((kind::OFFER, body)) => {
                         let offer = Hello::decode(&body).map_err(|e| refuse(&mut self.channel, e.to_string()))?;
                         let (draft, offer, pairs) =
@@ -131,11 +133,15 @@ impl Pending {
                         Poll::Pending if late => {
                             return Err(give_up(&mut self.channel, "for the NIC to resolve the peer's address"));
                         }
-                        Poll::Pending => return Ok(Step::Again(Self { stage: Stage::Raising(draft, offer, pairs), ..self })),
+                        Poll::Pending => {
+                            return Ok(Step::Again(Box::new(Self {
+                                stage: Stage::Raising(draft, offer, pairs),
+                                ..self
+                            })));
+                        }
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
                         Poll::Ready(Ok(())) => {
-                            let answer =
-                                Hello { who: ourselves(), ring_address: 0, rails: draft.describe(&[]), pairs };
+                            let answer = Hello { who: ourselves(), ring_address: 0, rails: draft.describe(&[]), pairs };
                             self.channel
                                 .send(kind::ANSWER, &answer.encode())
                                 .map_err(|e| lost(&self.channel, &e.to_string()))?;
@@ -145,8 +151,10 @@ impl Pending {
                 }
                 Stage::Answered(draft, offer) => match receive(&mut self.channel)? {
                     None if late => return Err(give_up(&mut self.channel, "for its QPs")),
-                    None => return Ok(Step::Again(Self { stage: Stage::Answered(draft, offer), ..self })),
-                    Some((kind::READY, _)) => return finish(self.channel, draft, &offer, device, config).map(Step::Done),
+                    None => return Ok(Step::Again(Box::new(Self { stage: Stage::Answered(draft, offer), ..self }))),
+                    Some((kind::READY, _)) => {
+                        return finish(self.channel, draft, &offer, device, config).map(Step::Done);
+                    }
                     Some((kind, _)) => return Err(refuse(&mut self.channel, format!("unexpected message {kind}"))),
                 },
             };
@@ -155,13 +163,11 @@ impl Pending {
 }
 
 /// Pairs the rails of both ends and makes this side's QPs; in the offer only what was agreed stays, in the agreed order.
-fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draft, Hello, Vec<(u8, u8)>), NetError> {
+fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draft, Hello, Pairs), NetError> {
     let mismatch = |text: String| NetError::new(Code::Remote, format!("{text}; peer {}", offer.who));
     let own: Vec<rails::RailAddr> = rails
         .iter()
-        .map(|p| {
-            p.gid(config).map(|g| rails::RailAddr { link_layer: p.link_layer(), gid: g.gid, lid: p.attr.lid })
-        })
+        .map(|p| p.gid(config).map(|g| rails::RailAddr { link_layer: p.link_layer(), gid: g.gid, lid: p.attr.lid }))
         .collect::<Result<_, _>>()?;
     let far: Vec<rails::RailAddr> = offer
         .rails
@@ -206,27 +212,27 @@ fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draf
         return Err(mismatch("the offer has no QPs".to_owned()));
     }
     let ports: Vec<Arc<Port>> = pairs.iter().map(|&(_, ours)| Arc::clone(&rails[ours])).collect();
-    let draft = Draft::create(Role::Recv, &ports, qps, Rx::RQ_DEPTH, config)?;
+    let draft = Draft::create(Role::Recv, &ports, qps, Rx::RECV_QUEUE, config)?;
     let mut all: Vec<_> = offer.rails.drain(..).map(Some).collect();
     offer.rails = pairs.iter().filter_map(|&(theirs, _)| all[theirs].take()).collect();
     for rail in &mut offer.rails {
         rail.qps.truncate(qps);
     }
-    let pairs = pairs.iter().map(|&(theirs, ours)| (theirs as u8, ours as u8)).collect();
+    let pairs = pairs.iter().map(|&(theirs, ours)| (small(theirs), small(ours))).collect();
     Ok((draft, offer, pairs))
 }
 
-fn finish(
-    channel: Channel,
-    draft: Draft,
-    offer: &Hello,
-    device: &str,
-    config: &Config,
-) -> Result<Box<Comm>, NetError> {
+/// A rail's index; there are at most 8.
+fn small(rail: usize) -> u8 {
+    u8::try_from(rail).unwrap_or(u8::MAX)
+}
+
+fn finish(channel: Channel, draft: Draft, offer: &Hello, device: &str, config: &Config) -> Result<Box<Comm>, NetError> {
     let ports = draft.ports();
     let routes = draft.routes(&offer.rails);
     let stride = Stride::for_rails(ports.len());
-    let pages = |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
+    let pages =
+        |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
     let shadow = pages(stride.ring_bytes())?;
     let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
     let can_flush = config.force_flush;
@@ -267,4 +273,3 @@ fn finish(
         _landing: landing,
     })))
 }
-

@@ -160,9 +160,10 @@ impl Engine {
 
     /// A device by NCCL's index.
     pub fn device(&self, dev: c_int) -> Result<&Device, NetError> {
-        usize::try_from(dev).ok().and_then(|i| self.devices.get(i)).ok_or_else(|| {
-            NetError::misuse(&format!("device {dev}; there are {}", self.devices.len()))
-        })
+        usize::try_from(dev)
+            .ok()
+            .and_then(|i| self.devices.get(i))
+            .ok_or_else(|| NetError::misuse(&format!("device {dev}; there are {}", self.devices.len())))
     }
 
     /// Listens for one or more peers; the handle goes to them by NCCL's own ways.
@@ -181,8 +182,7 @@ impl Engine {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
                     .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
-                let connecting =
-                    Connecting::start(device, &parsed, &self.config, now).map_err(NetError::printed)?;
+                let connecting = Connecting::start(device, &parsed, &self.config, now).map_err(NetError::printed)?;
                 self.reap(now);
                 let id = connecting.id();
                 let mut spare = [0; SPARE_BYTES];
@@ -197,7 +197,7 @@ impl Engine {
         };
         match connecting.step(&self.config, now) {
             Ok(connect::Step::Again(connecting)) => {
-                self.connecting.insert(id, connecting);
+                self.connecting.insert(id, *connecting);
                 Ok(None)
             }
             Ok(connect::Step::Done(comm)) => Ok(Some(comm)),

@@ -274,8 +274,9 @@ impl Shared {
                                 if let Callback::Control(events) = callback {
                                     events.on_closed(why);
                                 }
+                                // It was the last.
+                                entry.closed.store(true, Ordering::Release);
                             });
-                            entry.retire();
                             return false;
                         }
                     }
@@ -324,17 +325,12 @@ impl Entry {
         {
             tracing::error!(target: "init", "a callback of the background thread panicked");
         }
-        // It may just have closed itself.
-        let done = if self.closed.load(Ordering::Acquire) { callback.take() } else { None };
-        // Its destructor may come back here.
-        drop(callback);
-        drop(done);
-    }
-
-    /// Lets go of the callback: what it holds may in turn hold the handle.
-    fn retire(&self) {
-        let callback = lock(&self.callback).take();
-        drop(callback);
+        // Closed meanwhile, or by the callback itself. What it holds may in turn hold the handle, so it goes; under the
+        // lock, so that whoever waits in `Watch::close` waits for the destructor, too. That may close the handle, which on
+        // this thread does not wait for the lock.
+        if self.closed.load(Ordering::Acquire) {
+            *callback = None;
+        }
     }
 }
 
@@ -352,13 +348,14 @@ impl Watch {
         if !self.entry.closed.swap(true, Ordering::AcqRel) {
             self.shared.release(&self.entry);
         }
-        // On the thread itself, a callback of this entry that runs is our caller, and lets go of it when we return.
-        if self.shared.is_this_thread() {
-            let callback = self.entry.callback.try_lock().ok().and_then(|mut callback| callback.take());
-            drop(callback);
+        let callback = if self.shared.is_this_thread() {
+            // A callback of this entry that runs is our caller, and is let go of when it returns.
+            self.entry.callback.try_lock().ok().and_then(|mut callback| callback.take())
         } else {
-            self.entry.retire();
-        }
+            lock(&self.entry.callback).take()
+        };
+        // Outside the lock: its destructor may come back here.
+        drop(callback);
     }
 }
 
@@ -429,4 +426,465 @@ impl TimerHandle {
 /// No code that can panic runs under these locks but callbacks, whose panics are caught.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpStream;
+    use std::os::fd::AsFd;
+    use std::os::unix::net::UnixStream;
+    use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+    use std::sync::{Condvar, Weak};
+
+    use super::*;
+    use crate::rendezvous::tests::{pair, recv};
+    use crate::rendezvous::{Frame, MAX_BODY};
+
+    const LONG: Duration = Duration::from_secs(20);
+    const SHORT: Duration = Duration::from_millis(50);
+
+    #[derive(Debug, PartialEq, Eq)]
+    enum Told {
+        Frame(u8, Vec<u8>),
+        Closed(Closed),
+    }
+
+    /// Passes on what it is told.
+    struct Tell(Sender<Told>);
+
+    impl ControlEvents for Tell {
+        fn on_frame(&self, kind: u8, body: &[u8]) {
+            let _ = self.0.send(Told::Frame(kind, body.to_vec()));
+        }
+
+        fn on_closed(&self, why: Closed) {
+            let _ = self.0.send(Told::Closed(why));
+        }
+    }
+
+    fn adopt(far: Channel) -> (ControlHandle, Receiver<Told>) {
+        let (tx, rx) = channel();
+        (Watcher::global().unwrap().adopt(far, Arc::new(Tell(tx))).unwrap(), rx)
+    }
+
+    fn told(rx: &Receiver<Told>) -> Told {
+        rx.recv_timeout(LONG).unwrap()
+    }
+
+    /// A gate for tests: set once, waited for with a bound.
+    #[derive(Default)]
+    struct Flag(Mutex<bool>, Condvar);
+
+    impl Flag {
+        fn set(&self) {
+            *lock(&self.0) = true;
+            self.1.notify_all();
+        }
+
+        fn wait(&self) {
+            let (set, _) = self.1.wait_timeout_while(lock(&self.0), LONG, |set| !*set).unwrap();
+            assert!(*set, "timed out");
+        }
+    }
+
+    #[test]
+    fn frames_come_in_order_and_the_end_after_the_last() {
+        let (near, far) = pair();
+        let (near, near_told) = adopt(near);
+        let (far, far_told) = adopt(far);
+        for i in 0..200u8 {
+            assert!(near.send(i, &[i; 100]));
+        }
+        assert!(far.send(9, b"other way"));
+        assert_eq!(told(&near_told), Told::Frame(9, b"other way".to_vec()));
+        near.close();
+        assert!(!near.send(1, &[]));
+        for i in 0..200 {
+            assert_eq!(told(&far_told), Told::Frame(i, vec![i; 100]));
+        }
+        assert_eq!(told(&far_told), Told::Closed(Closed::Eof));
+        // Both let go of what was told.
+        assert_eq!(far_told.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+        assert_eq!(near_told.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+        assert!(!far.send(1, &[]));
+    }
+
+    #[test]
+    fn frames_that_came_with_the_handshake_are_told() {
+        let (mut near, mut far) = pair();
+        near.send(1, b"a").unwrap();
+        near.send(2, b"b").unwrap();
+        assert_eq!(recv(&mut far).unwrap().kind, 1);
+        // The second is now in the channel's own buffer, or still in the socket's.
+        let (_far, rx) = adopt(far);
+        assert_eq!(told(&rx), Told::Frame(2, b"b".to_vec()));
+    }
+
+    #[test]
+    fn the_last_word_arrives_when_both_close_at_once() {
+        for _ in 0..50 {
+            let (near, mut far) = pair();
+            // Unread bytes at the side that closes must not cost the peer what was said.
+            far.send(1, &[0; MAX_BODY]).unwrap();
+            let (near, _told) = adopt(near);
+            assert!(near.send(5, b"bye"));
+            near.close();
+            // These meet a closed socket.
+            for _ in 0..3 {
+                let _ = far.send(5, b"bye");
+            }
+            assert_eq!(recv(&mut far).unwrap(), Frame { kind: 5, body: b"bye".to_vec() });
+        }
+    }
+
+    #[test]
+    fn much_is_sent_without_blocking_and_all_of_it_arrives() {
+        let (near, mut far) = pair();
+        let (near, _rx) = adopt(near);
+        let body = vec![1; MAX_BODY];
+        let mut sent = 0u32;
+        while near.send(1, &body) {
+            sent += 1;
+            assert!(sent < 10_000, "never full");
+        }
+        // Only the watcher writes from here on.
+        for _ in 0..sent {
+            assert_eq!(recv(&mut far).unwrap().body.len(), MAX_BODY);
+        }
+    }
+
+    #[test]
+    fn a_reset_and_garbage_are_told_apart_from_an_end() {
+        let (near, far) = pair();
+        let (_far, rx) = adopt(far);
+        socket2::SockRef::from(&near).set_linger(Some(Duration::ZERO)).unwrap();
+        drop(near);
+        assert_eq!(told(&rx), Told::Closed(Closed::Reset(libc::ECONNRESET)));
+
+        let (near, far) = pair();
+        let (_far, rx) = adopt(far);
+        TcpStream::from(near.as_fd().try_clone_to_owned().unwrap()).write_all(b"GET /").unwrap();
+        assert_eq!(told(&rx), Told::Closed(Closed::Garbage));
+    }
+
+    struct Slow {
+        entered: Flag,
+        leave: Flag,
+        left: AtomicBool,
+    }
+
+    impl ControlEvents for Slow {
+        fn on_frame(&self, _: u8, _: &[u8]) {
+            self.entered.set();
+            self.leave.wait();
+            self.left.store(true, Ordering::Release);
+        }
+
+        fn on_closed(&self, _: Closed) {}
+    }
+
+    /// A watcher of the test's own: a callback of it that waits keeps no other test waiting.
+    fn own() -> Watcher {
+        Watcher::start().unwrap()
+    }
+
+    #[test]
+    fn close_waits_for_a_callback_that_runs() {
+        let (mut near, far) = pair();
+        let slow = Arc::new(Slow { entered: Flag::default(), leave: Flag::default(), left: AtomicBool::new(false) });
+        let handle = own().adopt(far, slow.clone()).unwrap();
+        near.send(1, &[]).unwrap();
+        near.send(1, &[]).unwrap();
+        slow.entered.wait();
+        thread::scope(|scope| {
+            let closing = scope.spawn(|| {
+                handle.close();
+                slow.left.load(Ordering::Acquire)
+            });
+            thread::sleep(SHORT);
+            assert!(!closing.is_finished());
+            slow.leave.set();
+            assert!(closing.join().unwrap());
+        });
+        // The watcher has let go, although the second frame had come.
+        drop(handle);
+        assert_eq!(Arc::strong_count(&slow), 1);
+    }
+
+    struct Strict {
+        closed: AtomicBool,
+        late: AtomicUsize,
+        calls: AtomicUsize,
+    }
+
+    impl Strict {
+        fn called(&self) {
+            self.calls.fetch_add(1, Ordering::Relaxed);
+            if self.closed.load(Ordering::SeqCst) {
+                self.late.fetch_add(1, Ordering::SeqCst);
+            }
+        }
+    }
+
+    impl ControlEvents for Strict {
+        fn on_frame(&self, _: u8, _: &[u8]) {
+            self.called();
+        }
+
+        fn on_closed(&self, _: Closed) {
+            self.called();
+        }
+    }
+
+    impl FdEvents for Strict {
+        fn on_readable(&self) {
+            self.called();
+        }
+    }
+
+    #[test]
+    fn nothing_is_told_after_close_whenever_it_comes() {
+        let mut calls = 0;
+        for round in 0..300 {
+            let (mut near, far) = pair();
+            let strict = Arc::new(Strict {
+                closed: AtomicBool::new(false),
+                late: AtomicUsize::new(0),
+                calls: AtomicUsize::new(0),
+            });
+            let handle = Watcher::global().unwrap().adopt(far, strict.clone()).unwrap();
+            for _ in 0..20 {
+                near.send(1, b"x").unwrap();
+            }
+            if round % 2 == 0 {
+                drop(near);
+            }
+            for _ in 0..round % 50 {
+                thread::yield_now();
+            }
+            drop(handle);
+            strict.closed.store(true, Ordering::SeqCst);
+            thread::yield_now();
+            assert_eq!(strict.late.load(Ordering::SeqCst), 0);
+            calls += strict.calls.load(Ordering::Relaxed);
+        }
+        assert!(calls > 0, "no close met a callback");
+    }
+
+    /// Holds its own handle, as a connection does.
+    struct Selfish {
+        handle: Mutex<Option<ControlHandle>>,
+        told: Sender<Told>,
+        me: Weak<Self>,
+    }
+
+    impl ControlEvents for Selfish {
+        fn on_frame(&self, kind: u8, body: &[u8]) {
+            let _ = self.told.send(Told::Frame(kind, body.to_vec()));
+            // Dropped on the thread that calls: must neither wait for itself nor be called again.
+            let handle = lock(&self.handle).take();
+            drop(handle);
+            assert!(self.me.upgrade().is_some());
+        }
+
+        fn on_closed(&self, why: Closed) {
+            let _ = self.told.send(Told::Closed(why));
+        }
+    }
+
+    #[test]
+    fn a_callback_may_close_its_own_handle() {
+        let (mut near, far) = pair();
+        let (tx, rx) = channel();
+        let selfish = Arc::new_cyclic(|me| Selfish { handle: Mutex::default(), told: tx, me: me.clone() });
+        let handle = Watcher::global().unwrap().adopt(far, selfish.clone()).unwrap();
+        *lock(&selfish.handle) = Some(handle);
+        near.send(1, b"one").unwrap();
+        assert_eq!(told(&rx), Told::Frame(1, b"one".to_vec()));
+        assert!(recv(&mut near).is_err(), "the socket was closed");
+        drop(selfish);
+        // The last owner was the watcher, and it has let go.
+        assert_eq!(rx.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn the_end_of_a_channel_breaks_the_circle_of_owners() {
+        let (near, far) = pair();
+        let (tx, rx) = channel();
+        let selfish = Arc::new_cyclic(|me| Selfish { handle: Mutex::default(), told: tx, me: me.clone() });
+        let handle = Watcher::global().unwrap().adopt(far, selfish.clone()).unwrap();
+        *lock(&selfish.handle) = Some(handle);
+        drop(selfish);
+        drop(near);
+        assert_eq!(told(&rx), Told::Closed(Closed::Eof));
+        assert_eq!(rx.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    struct Panics(Sender<u8>);
+
+    impl ControlEvents for Panics {
+        fn on_frame(&self, kind: u8, _: &[u8]) {
+            let _ = self.0.send(kind);
+            assert_ne!(kind, 1, "this panic is part of the test");
+        }
+
+        fn on_closed(&self, _: Closed) {}
+    }
+
+    #[test]
+    fn a_callback_that_panics_is_not_the_end_of_the_thread() {
+        let (mut near, far) = pair();
+        let (tx, rx) = channel();
+        let _handle = own().adopt(far, Arc::new(Panics(tx))).unwrap();
+        near.send(1, &[]).unwrap();
+        near.send(2, &[]).unwrap();
+        assert_eq!(rx.recv_timeout(LONG), Ok(1));
+        assert_eq!(rx.recv_timeout(LONG), Ok(2));
+    }
+
+    /// Reads all there is, as one must.
+    struct Drain(UnixStream, Sender<Vec<u8>>);
+
+    impl FdEvents for Drain {
+        fn on_readable(&self) {
+            let mut bytes = Vec::new();
+            let _ = (&self.0).read_to_end(&mut bytes);
+            if !bytes.is_empty() {
+                let _ = self.1.send(bytes);
+            }
+        }
+    }
+
+    #[test]
+    fn a_descriptor_is_told_of_until_it_is_let_go() {
+        let (mut ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_nonblocking(true).unwrap();
+        let fd = theirs.as_raw_fd();
+        let (tx, rx) = channel();
+        ours.write_all(b"before").unwrap();
+        let drain = Arc::new(Drain(theirs, tx));
+        let handle = Watcher::global().unwrap().watch_fd(fd, drain.clone()).unwrap();
+        assert_eq!(rx.recv_timeout(LONG).unwrap(), b"before");
+        ours.write_all(b"after").unwrap();
+        assert_eq!(rx.recv_timeout(LONG).unwrap(), b"after");
+        handle.close();
+        ours.write_all(b"late").unwrap();
+        assert_eq!(rx.recv_timeout(SHORT), Err(RecvTimeoutError::Timeout));
+        assert_eq!(Arc::strong_count(&drain), 1);
+        // The same descriptor can be watched again.
+        let _handle = Watcher::global().unwrap().watch_fd(fd, drain).unwrap();
+        assert_eq!(rx.recv_timeout(LONG).unwrap(), b"late");
+    }
+
+    #[test]
+    fn what_cannot_be_watched_is_an_error() {
+        let file = tempfile::tempfile().unwrap();
+        let (tx, _rx) = channel();
+        let (_ours, theirs) = UnixStream::pair().unwrap();
+        let drain = Arc::new(Drain(theirs, tx));
+        assert!(Watcher::global().unwrap().watch_fd(file.as_raw_fd(), drain.clone()).is_err());
+        assert_eq!(Arc::strong_count(&drain), 1);
+    }
+
+    #[test]
+    fn a_period_comes_again_until_it_is_closed() {
+        let (tx, rx) = channel();
+        let start = Instant::now();
+        let tick = Arc::new(move || {
+            let _ = tx.send(Instant::now());
+        });
+        let timer = Watcher::global().unwrap().every(Duration::from_millis(20), tick);
+        for n in 1..=3 {
+            let at = rx.recv_timeout(LONG).unwrap();
+            assert!(at - start >= Duration::from_millis(20) * n, "tick {n} after {:?}", at - start);
+        }
+        timer.close();
+        rx.try_iter().count();
+        assert_eq!(rx.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    /// A field of the watcher thread's status in /proc.
+    fn status(tid: i32, field: &str) -> String {
+        let status = std::fs::read_to_string(format!("/proc/self/task/{tid}/status")).unwrap();
+        let line = status.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':')).unwrap();
+        line.trim().to_owned()
+    }
+
+    #[test]
+    fn the_thread_has_its_name_blocks_signals_and_sleeps_while_nothing_happens() {
+        let watcher = own();
+        let (tx, rx) = channel();
+        let timer = watcher.every(Duration::from_millis(1), {
+            Arc::new(move || {
+                // SAFETY: takes nothing and cannot fail.
+                let _ = tx.send(unsafe { libc::gettid() });
+            })
+        });
+        let tid = rx.recv_timeout(LONG).unwrap();
+        timer.close();
+        assert_eq!(status(tid, "Name"), THREAD);
+        let blocked = u64::from_str_radix(&status(tid, "SigBlk"), 16).unwrap();
+        for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGUSR1, libc::SIGCHLD, libc::SIGPROF, libc::SIGALRM] {
+            assert_ne!(blocked & (1 << (signal - 1)), 0, "signal {signal}");
+        }
+        // The thread that started it keeps its own.
+        assert!(!SigSet::thread_get_mask().unwrap().contains(nix::sys::signal::SIGTERM));
+
+        let (_near, far) = pair();
+        let (tx, _rx) = channel();
+        let _handle = watcher.adopt(far, Arc::new(Tell(tx))).unwrap();
+        thread::sleep(SHORT);
+        let before = status(tid, "voluntary_ctxt_switches");
+        thread::sleep(SHORT * 2);
+        assert_eq!(status(tid, "voluntary_ctxt_switches"), before);
+    }
+
+    #[test]
+    fn a_forked_child_leaves_the_parents_channels_alone() {
+        let (mut near, far) = pair();
+        let watcher = own();
+        let (tx, rx) = channel();
+        let handle = watcher.adopt(far, Arc::new(Tell(tx))).unwrap();
+        // SAFETY: the child calls only what is under test and _exit.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            // SAFETY: takes and returns integers; bounds the child's life should it hang.
+            unsafe { libc::alarm(10) };
+            let silent = !handle.send(1, b"from the child");
+            handle.close();
+            drop(handle);
+            drop(watcher);
+            // SAFETY: ends the child without the parent's exit handlers.
+            unsafe { libc::_exit(if silent { 0 } else { 1 }) };
+        }
+        let mut status = -1;
+        // SAFETY: the pointer is to an int of ours; the child was made above.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        assert_eq!((waited, status), (child, 0));
+
+        near.send(2, b"still there").unwrap();
+        assert_eq!(told(&rx), Told::Frame(2, b"still there".to_vec()));
+        assert!(handle.send(3, b"answer"));
+        assert_eq!(recv(&mut near).unwrap(), Frame { kind: 3, body: b"answer".to_vec() });
+    }
+
+    /// A child with a copy of the socket must not hide the end.
+    #[test]
+    fn an_orderly_close_is_seen_although_a_copy_of_the_socket_is_open() {
+        let (near, far) = pair();
+        let copy = near.as_fd().try_clone_to_owned().unwrap();
+        let (near, _rx) = adopt(near);
+        let (_far, rx) = adopt(far);
+        drop(near);
+        assert_eq!(told(&rx), Told::Closed(Closed::Eof));
+        drop(copy);
+    }
+
+    #[test]
+    fn one_thread_serves_the_process() {
+        let (a, b) = (Watcher::global().unwrap(), Watcher::global().unwrap());
+        assert!(Arc::ptr_eq(&a.shared, &b.shared));
+    }
 }

@@ -115,12 +115,21 @@ impl Listener {
         range: Option<RangeInclusive<u16>>,
         limits: Limits,
     ) -> Result<(Self, Handle), RendezvousError> {
+        let key = Key::random().map_err(|e| RendezvousError::system("no random numbers")(e.into()))?;
+        Self::with_key(addr, range, limits, key)
+    }
+
+    pub(super) fn with_key(
+        addr: SocketAddr,
+        range: Option<RangeInclusive<u16>>,
+        limits: Limits,
+        key: Key,
+    ) -> Result<(Self, Handle), RendezvousError> {
         if addr.ip().is_unspecified() {
             // The handle carries the address, and nobody can connect to this one.
             let source = io::Error::from(io::ErrorKind::AddrNotAvailable);
             return Err(RendezvousError::Bind { ip: addr.ip(), range, source });
         }
-        let key = Key::random().map_err(|e| RendezvousError::system("no random numbers")(e.into()))?;
         let socket = socket::listen(addr, range)?;
         let local = socket.local_addr().map_err(RendezvousError::system("address of the listening socket"))?;
         let listener = Self {
@@ -151,7 +160,7 @@ impl Listener {
         self.peers.len()
     }
 
-    /// A line about a peer that should have got in but could not, once for each such peer seen since the last call.
+    /// A line about the latest peer that this plugin's other versions sent, if there was one since the last call.
     pub fn take_warning(&mut self) -> Option<String> {
         self.warning.take()
     }

@@ -47,6 +47,8 @@ mod handle;
 mod handshake;
 mod listener;
 mod socket;
+#[cfg(test)]
+mod tests;
 
 pub use channel::Channel;
 pub use connector::{Connector, Stage};

@@ -127,10 +127,8 @@ fn listing(entries: &[GidEntry]) -> String {
 /// How good an entry is; smaller is better.
 fn rank(entry: &GidEntry, policy: &GidPolicy) -> u8 {
     let family = entry.gid.family() == policy.family;
-    let version = matches!(
-        (entry.kind, policy.version),
-        (GidKind::RoceV1, RoceVersion::V1) | (GidKind::RoceV2, RoceVersion::V2)
-    );
+    let version =
+        matches!((entry.kind, policy.version), (GidKind::RoceV1, RoceVersion::V1) | (GidKind::RoceV2, RoceVersion::V2));
     let routable = match (family, version) {
         (true, true) => 0,
         (false, true) => 1,

@@ -110,18 +110,22 @@ pub fn choose(all: &[Iface], config: &Config) -> Result<Choice, NoIface> {
             .iter()
             .map(|i| format!("{} {}{}", i.name, i.addr, if i.running { "" } else { " (not running)" }))
             .collect();
-        if list.is_empty() { "no interface has an address".to_owned() } else { format!("there are {}", list.join(", ")) }
+        if list.is_empty() {
+            "no interface has an address".to_owned()
+        } else {
+            format!("there are {}", list.join(", "))
+        }
     };
     let usable: Vec<&Iface> = all.iter().filter(|i| i.running && family(i.addr)).collect();
     let hint = config.comm_id.as_deref().and_then(|id| id.parse::<SocketAddr>().ok()).map(|a| a.ip());
-    let best = |among: &[&Iface]| among.iter().enumerate().min_by_key(|(n, i)| (rank(i, hint), i.addr.is_ipv6(), *n)).map(|(_, i)| found(i));
+    let best = |among: &[&Iface]| {
+        among.iter().enumerate().min_by_key(|(n, i)| (rank(i, hint), i.addr.is_ipv6(), *n)).map(|(_, i)| found(i))
+    };
     if let Some(wish) = &config.socket_ifname {
         if let Ok(addr) = wish.trim().parse::<IpAddr>() {
-            return usable
-                .iter()
-                .find(|i| i.addr == addr)
-                .map(|i| found(i))
-                .ok_or_else(|| NoIface(format!("NCCL_SOCKET_IFNAME={wish} is no running interface's address; {}", seen())));
+            return usable.iter().find(|i| i.addr == addr).map(|i| found(i)).ok_or_else(|| {
+                NoIface(format!("NCCL_SOCKET_IFNAME={wish} is no running interface's address; {}", seen()))
+            });
         }
         let (names, _) = NameList::parse("NCCL_SOCKET_IFNAME", wish);
         if names.exclude {

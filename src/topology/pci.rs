@@ -127,7 +127,10 @@ mod tests {
         let root = machine();
         let path = pci_path(root.path(), "mlx5_0", false).expect("a PCI device");
         assert_eq!(path, "/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.0");
-        assert_eq!(pci_path(root.path(), "mlx5_0", true).as_deref(), Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0"));
+        assert_eq!(
+            pci_path(root.path(), "mlx5_0", true).as_deref(),
+            Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0")
+        );
         assert_eq!(pci_path(root.path(), "rxe0", true), None);
         assert_eq!(pci_path(root.path(), "absent", true), None);
     }

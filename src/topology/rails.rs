@@ -60,7 +60,8 @@ pub fn group(text: &str, available: &[Available<'_>]) -> (Vec<Group>, Vec<Warnin
         if named.iter().filter(|g| g.name == named[i].name).count() > 1 {
             for j in (i..named.len()).rev() {
                 if j == i || named[j].name == named[i].name {
-                    let ports = named[j].members.iter().map(|&m| format!("{}:{}", available[m].name, available[m].port));
+                    let ports =
+                        named[j].members.iter().map(|&m| format!("{}:{}", available[m].name, available[m].port));
                     let full = ports.collect::<Vec<_>>().join("+");
                     named[j].name = full;
                 }
@@ -117,8 +118,8 @@ pub fn pair(a: &[RailAddr], b: &[RailAddr]) -> Vec<(usize, usize)> {
     let mut free_a: Vec<usize> = (0..a.len()).collect();
     let mut free_b: Vec<usize> = (0..b.len()).collect();
     let mut pairs = Vec::new();
-    for i in 0..a.len() {
-        if let Some(at) = free_b.iter().position(|&j| a[i].subnet() == b[j].subnet()) {
+    for (i, rail) in a.iter().enumerate() {
+        if let Some(at) = free_b.iter().position(|&j| rail.subnet() == b[j].subnet()) {
             pairs.push((i, free_b.remove(at)));
             free_a.retain(|&x| x != i);
         }

@@ -32,7 +32,11 @@ impl Imm {
         let [low, high, counts, source] = raw.to_le_bytes();
         let portion = counts & 0xf;
         let portions = (counts >> 4) + 1;
-        (source == 0 && portion < portions).then_some(Self { sequence: u16::from_le_bytes([low, high]), portion, portions })
+        (source == 0 && portion < portions).then_some(Self {
+            sequence: u16::from_le_bytes([low, high]),
+            portion,
+            portions,
+        })
     }
 }
 

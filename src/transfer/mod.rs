@@ -25,10 +25,10 @@
 pub mod credit;
 pub mod imm;
 mod receiver;
-#[cfg(test)]
-mod tests;
 mod sender;
 pub mod split;
+#[cfg(test)]
+mod tests;
 mod wire;
 mod wr_id;
 

@@ -1,4 +1,8 @@
 //! The receiving side of a connection.
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+)]
 
 use std::ptr::NonNull;
 
@@ -41,7 +45,10 @@ pub struct Buffer {
 pub enum RecvProgress {
     Pending,
     /// Sizes in the order of the irecv; the first `n` count.
-    Done { n: usize, sizes: [u64; MAX_GROUP] },
+    Done {
+        n: usize,
+        sizes: [u64; MAX_GROUP],
+    },
 }
 
 /// What was posted at a ring position and has not arrived yet.
@@ -109,6 +116,8 @@ unsafe impl<P: Send> Send for Receiver<P> {}
 impl<P: Post> Receiver<P> {
     /// Receives that each QP needs: more than there can be credits open, and a batch on top.
     pub const RQ_DEPTH: usize = RING + RECV_BATCH;
+    /// The same, as verbs count.
+    pub const RECV_QUEUE: u32 = Self::RQ_DEPTH as u32;
 
     /// The QPs must have [`Self::RQ_DEPTH`] receives posted already.
     pub fn new(parts: ReceiverParts<P>) -> Self {

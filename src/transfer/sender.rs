@@ -1,4 +1,8 @@
 //! The sending side of a connection.
+#![expect(
+    clippy::cast_possible_truncation,
+    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+)]
 
 use std::ptr::NonNull;
 
@@ -139,13 +143,7 @@ impl<P: Post> Sender<P> {
     /// `data` is `size` bytes registered under `keys`, which stays alive until the request is done, until
     /// [`Keys::in_flight`] is 0, or until this sender is dropped; the bytes stay in place as long.
     #[inline]
-    pub unsafe fn isend(
-        &mut self,
-        data: u64,
-        size: u64,
-        tag: u32,
-        keys: NonNull<Keys>,
-    ) -> Result<Option<u8>, Fault> {
+    pub unsafe fn isend(&mut self, data: u64, size: u64, tag: u32, keys: NonNull<Keys>) -> Result<Option<u8>, Fault> {
         if !self.credits.ready(self.head) {
             return Ok(None);
         }
@@ -188,13 +186,7 @@ impl<P: Post> Sender<P> {
         let mut offset = 0u64;
         for (i, portion) in portions[..count].iter().enumerate() {
             let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
-            let id = WrId {
-                kind: Kind::Data,
-                qp: portion.qp as u8,
-                request: index,
-                generation,
-                count: portion.length,
-            };
+            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: portion.length };
             let w = WriteWr {
                 wr_id: id.pack(),
                 local: data.wrapping_add(offset),
@@ -272,15 +264,13 @@ impl<P: Post> Sender<P> {
     #[inline]
     fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
         let total = self.lanes.total();
-        if total == 1 || size <= self.split_threshold {
-            if size <= self.max_portion {
-                portions[0] = Portion { qp: self.next_qp, length: size as u32 };
-                self.next_qp += 1;
-                if self.next_qp == total {
-                    self.next_qp = 0;
-                }
-                return Ok(1);
+        if (total == 1 || size <= self.split_threshold) && size <= self.max_portion {
+            portions[0] = Portion { qp: self.next_qp, length: size as u32 };
+            self.next_qp += 1;
+            if self.next_qp == total {
+                self.next_qp = 0;
             }
+            return Ok(1);
         }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;

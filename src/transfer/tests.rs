@@ -1,4 +1,5 @@
 //! Sender and receiver over a wire in memory that keeps the order inside a QP and nothing else.
+#![expect(clippy::cast_possible_truncation, reason = "the tests' sizes are small")]
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -199,7 +200,11 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
                     posted.push(size);
                     let message = next_message + member;
                     sizes.push(sent.min(size));
-                    sends.push((message, (member % 3) as u32, (0..sent).map(|o| byte(message, o)).collect::<Vec<u8>>()));
+                    sends.push((
+                        message,
+                        (member % 3) as u32,
+                        (0..sent).map(|o| byte(message, o)).collect::<Vec<u8>>(),
+                    ));
                 }
                 let b: Vec<Buffer> = (0..n)
                     .map(|m| Buffer {

@@ -1,7 +1,7 @@
 //! What the data path needs of the wire: QPs to post on, and what went wrong on them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::verbs::{Cq, Failure, Qp, Rts, VerbsError, Wc, WcBatch, WriteWr};
 

@@ -40,7 +40,9 @@ impl std::fmt::Debug for Wc {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Completion {
     /// A request of the send queue is done.
-    Sent { wr_id: u64 },
+    Sent {
+        wr_id: u64,
+    },
     /// A receive was consumed.
     Arrived(Arrived),
     Failed(Failure),
@@ -113,12 +115,16 @@ impl Failure {
                 "the peer's NIC refused the address or key: the peer deregistered the buffer while in use, or with GPU \
                  memory its peer memory driver failed"
             }
-            s::IBV_WC_REM_INV_REQ_ERR => "the peer's NIC refused the request: compare MTU and NIC settings of both hosts",
+            s::IBV_WC_REM_INV_REQ_ERR => {
+                "the peer's NIC refused the request: compare MTU and NIC settings of both hosts"
+            }
             s::IBV_WC_REM_OP_ERR => {
                 "the peer's NIC could not carry out the request: with GPU memory look at ACS and the IOMMU of the peer host"
             }
             s::IBV_WC_LOC_LEN_ERR => "a message was longer than the port allows, or the path MTUs of both ends differ",
-            s::IBV_WC_WR_FLUSH_ERR => "the queue pair was moved to the error state; an event or the peer's log has the cause",
+            s::IBV_WC_WR_FLUSH_ERR => {
+                "the queue pair was moved to the error state; an event or the peer's log has the cause"
+            }
             _ => "look at the NIC's log and counters on both hosts",
         }
     }

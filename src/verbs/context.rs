@@ -267,8 +267,10 @@ impl Context {
             | ib::IBV_EVENT_PATH_MIG
             | ib::IBV_EVENT_PATH_MIG_ERR
             | ib::IBV_EVENT_QP_LAST_WQE_REACHED => {
-                // SAFETY: queue pair events carry the queue pair, which can't be destroyed before the acknowledgement below.
-                let qp_num = unsafe { (*event.element.qp).qp_num };
+                // SAFETY: queue pair events carry the queue pair.
+                let qp = unsafe { event.element.qp };
+                // SAFETY: it can't be destroyed before the acknowledgement below.
+                let qp_num = unsafe { (*qp).qp_num };
                 AsyncEvent::Qp { kind, qp_num }
             }
             ib::IBV_EVENT_CQ_ERR => AsyncEvent::Cq { kind },

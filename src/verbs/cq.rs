@@ -40,12 +40,9 @@ impl Cq {
         };
         let cqe = c_int::try_from(entries).unwrap_or(c_int::MAX);
         // SAFETY: a live context; no channel.
-        let raw = unsafe {
-            (context.library.api.create_cq)(context.raw(), cqe, ptr::null_mut(), ptr::null_mut(), 0)
-        };
-        let raw = NonNull::new(raw).ok_or_else(|| {
-            VerbsError::last("ibv_create_cq", context.name()).with(format_args!("{entries} entries"))
-        })?;
+        let raw = unsafe { (context.library.api.create_cq)(context.raw(), cqe, ptr::null_mut(), ptr::null_mut(), 0) };
+        let raw = NonNull::new(raw)
+            .ok_or_else(|| VerbsError::last("ibv_create_cq", context.name()).with(format_args!("{entries} entries")))?;
         Ok(Arc::new(Self { raw, poll, context: Arc::clone(context) }))
     }
 

@@ -1,8 +1,8 @@
 //! Memory regions.
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::os::fd::BorrowedFd;
 use std::os::fd::AsRawFd as _;
+use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 

@@ -7,6 +7,7 @@
 //! | Init | Rtr | [`Qp::rtr`] | receive |
 //! | Rtr | Rts | [`Qp::rts`] | post sends |
 //! | any | error | [`Qp::fail`], or the device | flush what is outstanding |
+#![expect(clippy::result_large_err, reason = "a refused queue pair is handed back, off the data path")]
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -178,9 +179,8 @@ impl<S> Qp<S> {
 
     fn modify(&self, attr: &mut ib::ibv_qp_attr, mask: Mask) -> Result<(), VerbsError> {
         // SAFETY: a live queue pair and attributes that the mask names.
-        let rc = unsafe {
-            (self.raw.pd.context.library.api.modify_qp)(self.raw.qp.as_ptr(), attr, mask.0.cast_signed())
-        };
+        let rc =
+            unsafe { (self.raw.pd.context.library.api.modify_qp)(self.raw.qp.as_ptr(), attr, mask.0.cast_signed()) };
         if rc == 0 { Ok(()) } else { Err(VerbsError::new("ibv_modify_qp", self.raw.pd.context.name(), rc)) }
     }
 

@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
 use super::{Case, Rank, Ranks};
-use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, RecvComm, SendComm, Slot};
+use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot};
 use crate::wire::{self, Link};
 
 pub(super) fn all() -> Vec<Case> {
@@ -48,6 +48,12 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("iflush", "iflush for completed receives; a NULL request means done", Two, iflush),
         Case::new("many-connections", "16 connections between two processes, mixed", Two, many_connections),
         Case::new("random", "random sizes, groups, tags and truncations from the seed", Any, random),
+        Case::new(
+            "ll-lines",
+            "data in arrival: 8-byte words whole, 128-byte lines with the last word last",
+            Two,
+            ll_lines,
+        ),
         Case::new(
             "mr-two-comms",
             "one range registered on two comms, released on one, used on the other",
@@ -104,7 +110,13 @@ fn properties(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 fn itself(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let (plugin, dev) = (rank.plugin, rank.options.dev);
+    let sizes = small(rank);
+    loopback(rank, rank.plugin, &sizes)
+}
+
+/// Connects a plugin to itself, sends, closes.
+pub(super) fn loopback(rank: &Rank<'_>, plugin: &Plugin, sizes: &[usize]) -> anyhow::Result<()> {
+    let dev = rank.options.dev;
     let (mut handle, listener) = plugin.listen(dev)?;
     let (mut send, mut recv) = (None, None);
     while send.is_none() || recv.is_none() {
@@ -118,11 +130,12 @@ fn itself(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         thread::yield_now();
     }
     plugin.close_listen(Some(listener))?;
-    let (send, recv) = (send.context("no comm")?, recv.context("no comm")?);
-    let mut out = vec![Outgoing::new(send, 0, 1)?];
-    let mut inn = vec![Incoming::new(recv, 0, 1)?];
-    rank.exchange(&mut out, &mut inn, &Flow::plain(&small(rank), 0), Manner::default())?;
-    rank.close(out, inn)
+    let mut out = Outgoing::new(send.context("no comm")?, 0, 1)?;
+    let mut inn = Incoming::new(recv.context("no comm")?, 0, 1)?;
+    let flow = || Flow::plain(sizes, 0);
+    exchange(plugin, &mut [(&mut out, flow())], &mut [(&mut inn, flow())], Manner::default(), rank.deadline)?;
+    out.close(plugin)?;
+    inn.close(plugin)
 }
 
 /// The sizes up to 1 MiB.
@@ -365,6 +378,75 @@ fn random_flow(rank: &Rank<'_>, from: usize, to: usize, round: usize) -> Flow {
     }
     random.shuffle(&mut flow.sends);
     flow
+}
+
+/// LL and LL128 read flags in the data itself while they arrive: a word is old or new, never half; and in a line of 128
+/// bytes the last word, LL128's flag, must not be seen before the others.
+fn ll_lines(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    const BYTES: usize = 600 << 10;
+    const LINE: usize = 128;
+    let wires = {
+        let link = [Link::new(1 - rank.rank, "lines")];
+        let (to, from): (&[_], &[_]) = if rank.rank == 0 { (&link, &[]) } else { (&[], &link) };
+        wire::connect(rank.plugin, rank.mail, rank.options.dev, to, from, rank.deadline)?
+    };
+    rank.barrier()?;
+    let (plugin, deadline) = (rank.plugin, rank.deadline);
+    let mut buffer = Buffer::new(BYTES)?;
+    let word = |round: usize, at: usize| {
+        Random::new(&[rank.options.seed, u64::try_from(round * BYTES + at).unwrap_or(0)]).next()
+    };
+    let rounds = rank.rounds(8);
+    if let [comm] = wires.sends[..] {
+        let memory = plugin.reg_mr(comm, &buffer, 0..BYTES)?;
+        for round in 1..=rounds {
+            let (words, _) = buffer.bytes_mut()[..BYTES].as_chunks_mut();
+            words.iter_mut().enumerate().for_each(|(i, w)| *w = word(round, i * 8).to_ne_bytes());
+            finish_send(rank, comm, &buffer, 0..BYTES, memory)?;
+        }
+        plugin.dereg_mr(comm, memory)?;
+        plugin.close_send(Some(comm))?;
+    }
+    if let [comm] = wires.recvs[..] {
+        let memory = plugin.reg_mr(comm, &buffer, 0..BYTES)?;
+        for round in 1..=rounds {
+            let old: Vec<_> = (0..BYTES).step_by(8).map(|at| buffer.word(at)).collect();
+            let new: Vec<_> = (0..BYTES).step_by(8).map(|at| word(round, at)).collect();
+            let look = |whole: bool| -> anyhow::Result<()> {
+                for line in (0..BYTES).step_by(LINE) {
+                    let mut all = whole;
+                    for at in (line..line + LINE).step_by(8).rev() {
+                        let seen = buffer.word(at);
+                        let arrived = seen == new[at / 8];
+                        ensure!(
+                            arrived || seen == old[at / 8],
+                            "the word at byte {at} is {seen:#018x}: neither old nor new"
+                        );
+                        ensure!(arrived || !all, "byte {at} is still old, but a later word of its line has arrived");
+                        all |= arrived && at == line + LINE - 8;
+                    }
+                }
+                Ok(())
+            };
+            let mut request = None;
+            loop {
+                match request {
+                    None => {
+                        let slot = Slot { buffer: &buffer, range: 0..BYTES, tag: 0, memory };
+                        request = plugin.irecv(comm, &[slot])?;
+                    }
+                    Some(posted) if plugin.test_recv(posted, 1)?.is_some() => break,
+                    Some(_) => look(false)?,
+                }
+                ensure!(Instant::now() < deadline, "a receive of {BYTES} bytes is not done");
+                thread::yield_now();
+            }
+            look(true)?;
+        }
+        plugin.dereg_mr(comm, memory)?;
+        plugin.close_recv(Some(comm))?;
+    }
+    Ok(())
 }
 
 fn mr_two_comms(rank: &mut Rank<'_>) -> anyhow::Result<()> {

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use super::traffic::{Flow, Manner, RecvRun, SendRun};
+use super::cases::loopback;
+use super::traffic::{Flow, Manner, RecvRun, SendRun, check_reclaimed};
 use super::{Case, Rank, Ranks, die};
-use crate::abi::{Buffer, Fault, Handle, Memory, RecvComm, Request, SendComm, Slot};
+use crate::abi::{Buffer, Fault, Handle, Memory, Plugin, RecvComm, Request, SendComm, Slot};
 use crate::wire::{self, Link};
 
 pub(super) fn all() -> Vec<Case> {
@@ -42,6 +43,7 @@ pub(super) fn all() -> Vec<Case> {
             Two,
             reconnect,
         ),
+        Case::new("reload", "load, use, unload, again and again: no descriptor or thread is left", One, reload),
         Case::new(
             "listener-gone",
             "closeListen before the peer connects: connect or the first send says so",
@@ -60,6 +62,8 @@ pub(super) fn all() -> Vec<Case> {
             Two,
             abort_receives,
         ),
+        Case::new("peer-stopped", "the peer stands still in the middle: close does not wait for it", Two, peer_stopped)
+            .kills(1),
         Case::new("dies-before-accept", "the listening process is killed before it accepts", Two, dies_before_accept)
             .kills(1),
         Case::new("dies-sending", "the sending process is killed in the middle", Two, dies_sending).kills(0),
@@ -189,34 +193,50 @@ fn count(directory: &str) -> anyhow::Result<usize> {
     Ok(fs::read_dir(directory).with_context(|| directory.to_owned())?.count())
 }
 
-fn reconnect(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let mut before = None;
-    let rounds = rank.rounds(40);
-    for round in 0..rounds {
-        let (mut out, mut inn) = rank.both_ways()?;
-        rank.exchange(&mut out, &mut inn, &Flow::plain(&[4096, 0], 0), Manner::default())?;
-        rank.close(out, inn)?;
-        // The first rounds may set up what stays.
-        if round == 3 {
-            before = Some((count("/proc/self/fd")?, count("/proc/self/task")?));
-        }
-    }
-    let (descriptors, threads) = before.context("too few rounds")?;
+/// Descriptors and threads of this process.
+fn possessions() -> anyhow::Result<(usize, usize)> {
+    Ok((count("/proc/self/fd")?, count("/proc/self/task")?))
+}
+
+/// Plays rounds; after the fourth, which may set up what stays, none may leave anything behind.
+fn without_leak(rounds: usize, mut round: impl FnMut() -> anyhow::Result<()>) -> anyhow::Result<()> {
+    let mut play = |times| (0..times).try_for_each(|_| round());
+    play(4)?;
+    let before = possessions()?;
+    play(rounds)?;
     // What a plugin tears down in the background gets a moment.
-    let patience = rank.error_deadline();
+    let patience = Instant::now() + Duration::from_secs(2);
     loop {
-        let (d, t) = (count("/proc/self/fd")?, count("/proc/self/task")?);
-        if d <= descriptors && t <= threads {
+        let now = possessions()?;
+        if now.0 <= before.0 && now.1 <= before.1 {
             return Ok(());
         }
-        let left = format!("after {rounds} rounds {d} descriptors (4 rounds: {descriptors}), {t} threads ({threads})");
-        ensure!(Instant::now() < patience.min(Instant::now() + PROMPT) && patience > Instant::now(), "{left}");
+        let ((d0, t0), (d, t)) = (before, now);
+        ensure!(Instant::now() < patience, "{rounds} rounds: {d0} descriptors became {d}, {t0} threads became {t}");
         sleep(Duration::from_millis(20));
     }
 }
 
+fn reconnect(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    without_leak(rank.rounds(40), || {
+        let (mut out, mut inn) = rank.both_ways()?;
+        rank.exchange(&mut out, &mut inn, &Flow::plain(&[4096, 0], 0), Manner::default())?;
+        rank.close(out, inn)
+    })
+}
+
+fn reload(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    without_leak(rank.rounds(46), || {
+        let plugin = Plugin::load(&rank.options.plugin)?;
+        plugin.init()?;
+        ensure!(plugin.devices()? > rank.options.dev, "the device has gone");
+        loopback(rank, &plugin, &[4096, 0])
+    })
+}
+
 /// The comm that connect gives, or the error; NULL for ever is a failure.
-fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle, bound: Instant) -> anyhow::Result<Result<SendComm, Fault>> {
+fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle) -> anyhow::Result<Result<SendComm, Fault>> {
+    let bound = rank.deadline.min(Instant::now() + rank.options.connect_bound);
     loop {
         let start = Instant::now();
         match rank.plugin.connect(rank.options.dev, handle) {
@@ -226,7 +246,11 @@ fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle, bound: Instant) -> any
             Err(fault) => return Err(fault.into()),
         }
         ensure!(start.elapsed() < PROMPT, "connect blocked for {:?}", start.elapsed());
-        ensure!(Instant::now() < bound, "connect to a listener that has gone gives NULL for ever");
+        ensure!(
+            Instant::now() < bound,
+            "connect to a listener that has gone still gives NULL after {:?}",
+            rank.options.connect_bound
+        );
         yield_now();
     }
 }
@@ -279,8 +303,7 @@ fn listener_gone(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         return rank.barrier();
     }
     let mut handle = Handle::from_wire(&rank.mail.take(1, "handle", rank.deadline)?)?;
-    let bound = rank.error_deadline();
-    match connect_or_error(rank, &mut handle, bound)? {
+    match connect_or_error(rank, &mut handle)? {
         Err(_) => rank.plugin.close_send(None)?,
         Ok(comm) => {
             sends_fail(rank, comm)?;
@@ -306,10 +329,9 @@ fn dies_before_accept(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         yield_now();
     }
     rank.mail.post(1, "connecting", &[])?;
-    let bound = rank.error_deadline();
     let comm = match first {
         Some(comm) => Ok(comm),
-        None => connect_or_error(rank, &mut handle, bound)?,
+        None => connect_or_error(rank, &mut handle)?,
     };
     match comm {
         Err(_) => Ok(rank.plugin.close_send(None)?),
@@ -376,6 +398,7 @@ fn abort_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 
 fn abort_receives(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let flow = big(rank);
+    let mut reclaimed = None;
     let (mut out, mut inn) = rank.one_way()?;
     if let Some(mut lane) = inn.pop() {
         let mut run = RecvRun::new(rank.plugin, &mut lane, &flow, Manner::default())?;
@@ -383,7 +406,7 @@ fn abort_receives(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         ensure!(run.in_flight() > 0, "irecv gives NULL on a fresh comm");
         rank.mail.post(0, "posted", &[])?;
         rank.mail.take(0, "sending", rank.deadline)?;
-        prompt("deregMr and closeRecv with receives posted", || lane.close(rank.plugin))??;
+        reclaimed = Some(prompt("deregMr and closeRecv with receives posted", || lane.abandon(rank.plugin))??);
     }
     if let Some(mut lane) = out.pop() {
         rank.mail.take(1, "posted", rank.deadline)?;
@@ -393,7 +416,43 @@ fn abort_receives(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         until_error(rank, || run.step().map(|()| run.done()), "a send")?;
         prompt("deregMr and closeSend", || lane.close(rank.plugin))??;
     }
-    rank.barrier()
+    rank.barrier()?;
+    // By now the sender has given up: what could come late has come.
+    reclaimed.as_ref().map_or(Ok(()), check_reclaimed)
+}
+
+fn peer_stopped(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let flow = big(rank);
+    let (mut out, mut inn) = rank.both_ways()?;
+    if rank.rank == 1 {
+        let lane = inn.first_mut().context("no connection")?;
+        RecvRun::new(rank.plugin, lane, &flow, Manner::default())?.post()?;
+        rank.mail.post(0, "pid", &std::process::id().to_le_bytes())?;
+        rank.mail.take(0, "sending", rank.deadline)?;
+        // SAFETY: no memory is involved.
+        let _ = unsafe { libc::raise(libc::SIGSTOP) };
+        bail!("was woken up");
+    }
+    let pid = rank.mail.take(1, "pid", rank.deadline)?;
+    let pid = i32::from_le_bytes(pid.try_into().map_err(|_| anyhow::anyhow!("not a pid"))?);
+    let (to, from) = (out.first_mut().context("no connection")?, inn.first_mut().context("no connection")?);
+    let mut receiving = RecvRun::new(rank.plugin, from, &flow, Manner::default())?;
+    receiving.post()?;
+    let mut sending = SendRun::new(rank.plugin, to, &flow, Manner::default())?;
+    start(&mut sending, rank.deadline)?;
+    rank.mail.post(1, "sending", &[])?;
+    // Long enough for the peer to stop; whether the plugin sees anything wrong by then is its own affair.
+    let patience = Instant::now() + Duration::from_millis(100);
+    while Instant::now() < patience {
+        match sending.step().and_then(|()| receiving.step()) {
+            Err(error) if !is_code(&error) => return Err(error),
+            _ => yield_now(),
+        }
+    }
+    let closed = prompt("close while the peer stands still", || rank.close(out, inn));
+    // SAFETY: no memory is involved; the process is the other rank of this case.
+    let _ = unsafe { libc::kill(pid, libc::SIGKILL) };
+    closed?
 }
 
 fn dies_sending(rank: &mut Rank<'_>) -> anyhow::Result<()> {

@@ -35,6 +35,8 @@ pub(crate) struct Options {
     pub time_limit: Duration,
     /// Within this time a rank must hear that its peer has died or given up.
     pub error_bound: Duration,
+    /// Within this time connect must give up on a listener that has gone.
+    pub connect_bound: Duration,
 }
 
 /// What a rank of a case gets.
@@ -270,4 +272,18 @@ fn die() -> anyhow::Result<()> {
     // SAFETY: no memory is involved.
     let _ = unsafe { libc::raise(libc::SIGKILL) };
     bail!("survived its own SIGKILL")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_two_cases_share_a_name() {
+        let mut names: Vec<_> = all().iter().map(|case| case.name).collect();
+        names.sort_unstable();
+        let count = names.len();
+        names.dedup();
+        assert_eq!(names.len(), count);
+    }
 }

@@ -69,6 +69,16 @@ fn check(key: u64, got: &[u8]) -> anyhow::Result<()> {
     bail!("byte {} is {:#04x}, not {:#04x}", word * 8 + at, got[at], expected[at])
 }
 
+/// Fills memory that has been taken back, to see later whether anyone still writes to it.
+fn reclaim(buffer: &mut Buffer) {
+    buffer.bytes_mut().fill(BACKGROUND);
+}
+
+/// Nobody has written to memory since [`reclaim`].
+pub(super) fn check_reclaimed(buffer: &Buffer) -> anyhow::Result<()> {
+    check_background("memory that deregMr had handed back", buffer.bytes())
+}
+
 fn check_background(what: &str, bytes: &[u8]) -> anyhow::Result<()> {
     match bytes.iter().position(|&b| b != BACKGROUND) {
         Some(at) => bail!("{what} was written to (byte {at} of {}: {:#04x})", bytes.len(), bytes[at]),
@@ -232,6 +242,18 @@ impl Incoming {
             plugin.dereg_mr(self.comm, memory)?;
         }
         Ok(plugin.close_recv(Some(self.comm))?)
+    }
+}
+
+impl Incoming {
+    /// NCCL's order at an abort: deregMr, the memory is freed, closeRecv. Gives the memory, reclaimed.
+    pub(super) fn abandon(mut self, plugin: &Plugin) -> anyhow::Result<Buffer> {
+        if let Some(memory) = self.arena.memory.take() {
+            plugin.dereg_mr(self.comm, memory)?;
+        }
+        reclaim(&mut self.arena.buffer);
+        plugin.close_recv(Some(self.comm))?;
+        Ok(self.arena.buffer)
     }
 }
 

@@ -1,13 +1,32 @@
 //! What the tests share: a device opened through the verbs functions, and queue pairs between its ports.
 #![allow(dead_code, reason = "each test binary uses a part")]
+pub(crate) mod peer;
+
 use ibverbs_sys as ffi;
 use soft_hca::abi::{Wc, access, mask};
+use soft_hca::fabric::Fabric;
 use soft_hca::verbs as v;
+use std::path::{Path, PathBuf};
 use std::ptr;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 pub(crate) const ALL: i32 = 0xf;
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
+
+/// A directory of this process's own for its registry; it goes when the process ends.
+pub(crate) fn scratch() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    extern "C" fn remove() {
+        let _ = DIR.get().map(std::fs::remove_dir_all);
+    }
+    DIR.get_or_init(|| {
+        unsafe { libc::atexit(remove) };
+        let dir = PathBuf::from(format!("/dev/shm/soft-hca-test-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        dir
+    })
+}
 
 pub(crate) struct Nic {
     pub(crate) ctx: *mut ffi::ibv_context,
@@ -22,10 +41,16 @@ unsafe impl Sync for Nic {}
 
 impl Nic {
     pub(crate) fn open(index: usize) -> Self {
+        if std::env::var_os("SOFT_HCA_REGISTRY").is_none() {
+            // Not if the test has installed a fabric of its own.
+            let mut fabric = Fabric::default_for("here");
+            fabric.registry = Some(scratch().to_owned());
+            soft_hca::install(fabric, 0);
+        }
         unsafe {
             let mut num = 0;
             let list = v::get_device_list(&mut num);
-            assert!(num > index as i32, "{num} devices");
+            assert!(usize::try_from(num).unwrap() > index, "{num} devices");
             let ctx = v::open_device(*list.add(index));
             assert!(!ctx.is_null());
             v::free_device_list(list);
@@ -123,13 +148,8 @@ unsafe impl Send for Qp {}
 unsafe impl Sync for Qp {}
 
 pub(crate) const INIT: u32 = mask::STATE | mask::PKEY_INDEX | mask::PORT | mask::ACCESS;
-pub(crate) const RTR: u32 = mask::STATE
-    | mask::AV
-    | mask::PATH_MTU
-    | mask::DEST_QPN
-    | mask::RQ_PSN
-    | mask::MAX_DEST_RD
-    | mask::MIN_RNR;
+pub(crate) const RTR: u32 =
+    mask::STATE | mask::AV | mask::PATH_MTU | mask::DEST_QPN | mask::RQ_PSN | mask::MAX_DEST_RD | mask::MIN_RNR;
 pub(crate) const RTS: u32 =
     mask::STATE | mask::TIMEOUT | mask::RETRY_CNT | mask::RNR_RETRY | mask::SQ_PSN | mask::MAX_RD;
 
@@ -176,7 +196,7 @@ impl Qp {
         assert_eq!(self.modify(Self::attr(link), 3, RTS), 0);
     }
 
-    pub(crate) fn to_err(&self) {
+    pub(crate) fn to_err(self) {
         assert_eq!(self.modify(ffi::ibv_qp_attr::default(), 6, mask::STATE), 0);
     }
 

@@ -80,7 +80,7 @@ export! {
     "soft_ibv_wc_status_str", "ibv_wc_status_str@@@IBVERBS_1.1" => names::wc_status_str;
     "soft_ibv_rate_to_mult", "ibv_rate_to_mult@@@IBVERBS_1.0" => names::rate_to_mult;
     "soft_mult_to_ibv_rate", "mult_to_ibv_rate@@@IBVERBS_1.0" => names::mult_to_rate;
-    "soft_ibv_rereg_mr", "ibv_rereg_mr@@@IBVERBS_1.0" => verbs::not_offered;
+    "soft_ibv_rereg_mr", "ibv_rereg_mr@@@IBVERBS_1.1" => verbs::not_offered;
     "soft_ibv_get_pkey_index", "ibv_get_pkey_index@@@IBVERBS_1.5" => verbs::get_pkey_index;
     "soft_ibv_qp_to_qp_ex", "ibv_qp_to_qp_ex@@@IBVERBS_1.6" => verbs::none_offered;
     "soft_ibv_reg_mr_iova", "ibv_reg_mr_iova@@@IBVERBS_1.7" => verbs::reg_mr_iova;

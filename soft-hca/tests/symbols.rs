@@ -1,0 +1,165 @@
+//! The shared library as its users see it: every name under its version, and nothing more that it needs.
+#![allow(
+    clippy::undocumented_unsafe_blocks,
+    clippy::multiple_unsafe_ops_per_block,
+    clippy::cast_possible_truncation,
+    reason = "the verbs are called as C programs call them, on small numbers"
+)]
+#[cfg(test)]
+mod tests {
+    use ibverbs_sys as ffi;
+    use std::ffi::{CString, c_int, c_void};
+    use std::path::PathBuf;
+    use std::process::Command;
+
+    /// Builds the library beside this test, in whatever profile and target directory that is.
+    fn library() -> PathBuf {
+        let deps = std::env::current_exe().unwrap().parent().unwrap().to_owned();
+        let profile_dir = deps.parent().unwrap();
+        let profile = match profile_dir.file_name().unwrap().to_str().unwrap() {
+            "debug" => "dev",
+            other => other,
+        };
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let built = Command::new(cargo)
+            .args(["build", "--quiet", "-p", "soft-hca-verbs", "--profile", profile, "--target-dir"])
+            .arg(profile_dir.parent().unwrap())
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .status()
+            .unwrap();
+        assert!(built.success());
+        profile_dir.join("libsoft_hca_verbs.so")
+    }
+
+    const EXPORTS: &[(&str, &[&str])] = &[
+        ("1.0", &["ibv_create_comp_channel", "ibv_destroy_comp_channel", "ibv_rate_to_mult", "mult_to_ibv_rate"]),
+        (
+            "1.1",
+            &[
+                "ibv_get_device_list",
+                "ibv_free_device_list",
+                "ibv_get_device_name",
+                "ibv_get_device_guid",
+                "ibv_open_device",
+                "ibv_close_device",
+                "ibv_get_async_event",
+                "ibv_ack_async_event",
+                "ibv_query_device",
+                "ibv_query_port",
+                "ibv_query_gid",
+                "ibv_query_pkey",
+                "ibv_query_qp",
+                "ibv_alloc_pd",
+                "ibv_dealloc_pd",
+                "ibv_reg_mr",
+                "ibv_dereg_mr",
+                "ibv_create_cq",
+                "ibv_destroy_cq",
+                "ibv_resize_cq",
+                "ibv_get_cq_event",
+                "ibv_ack_cq_events",
+                "ibv_create_qp",
+                "ibv_modify_qp",
+                "ibv_destroy_qp",
+                "ibv_fork_init",
+                "ibv_event_type_str",
+                "ibv_node_type_str",
+                "ibv_port_state_str",
+                "ibv_wc_status_str",
+                "ibv_rate_to_mbps",
+                "mbps_to_ibv_rate",
+                "ibv_create_srq",
+                "ibv_modify_srq",
+                "ibv_query_srq",
+                "ibv_destroy_srq",
+                "ibv_create_ah",
+                "ibv_create_ah_from_wc",
+                "ibv_init_ah_from_wc",
+                "ibv_destroy_ah",
+                "ibv_attach_mcast",
+                "ibv_detach_mcast",
+                "ibv_rereg_mr",
+            ],
+        ),
+        ("1.5", &["ibv_get_pkey_index"]),
+        ("1.6", &["ibv_qp_to_qp_ex"]),
+        ("1.7", &["ibv_reg_mr_iova"]),
+        ("1.8", &["ibv_reg_mr_iova2"]),
+        ("1.9", &["ibv_get_device_index"]),
+        ("1.10", &["ibv_query_ece", "ibv_set_ece", "ibv_import_device", "ibv_import_pd", "ibv_import_mr"]),
+        ("1.11", &["_ibv_query_gid_ex", "_ibv_query_gid_table"]),
+        ("1.12", &["ibv_reg_dmabuf_mr"]),
+        ("1.13", &["ibv_is_fork_initialized", "ibv_import_dm"]),
+        ("1.14", &["ibv_query_qp_data_in_order"]),
+        ("1.16", &["ibv_query_port_speed"]),
+    ];
+
+    fn look_up(library: *mut c_void, name: &str, version: &str) -> *mut c_void {
+        let (name, version) = (CString::new(name).unwrap(), CString::new(version).unwrap());
+        unsafe { libc::dlvsym(library, name.as_ptr(), version.as_ptr()) }
+    }
+
+    #[test]
+    fn every_symbol_has_its_version_and_no_other() {
+        let path = library();
+        let c_path = CString::new(path.to_str().unwrap()).unwrap();
+        let handle = unsafe { libc::dlopen(c_path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        assert!(!handle.is_null());
+        for (version, names) in EXPORTS {
+            for name in *names {
+                assert!(!look_up(handle, name, &format!("IBVERBS_{version}")).is_null(), "{name}@IBVERBS_{version}");
+                let other = if *version == "1.2" { "1.3" } else { "1.2" };
+                assert!(look_up(handle, name, &format!("IBVERBS_{other}")).is_null(), "{name}@IBVERBS_{other}");
+            }
+        }
+        for hidden in ["soft_ibv_open_device", "rust_eh_personality", "main"] {
+            let name = CString::new(hidden).unwrap();
+            let found = unsafe { libc::dlsym(handle, name.as_ptr()) };
+            let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+            let ours = !found.is_null()
+                && unsafe { libc::dladdr(found, &mut info) } != 0
+                && unsafe { std::ffi::CStr::from_ptr(info.dli_fname) }.to_str() == Ok(path.to_str().unwrap());
+            assert!(!ours, "{hidden} is exported");
+        }
+        // The trampolines lead where they should.
+        type List = unsafe extern "C" fn(*mut c_int) -> *mut *mut ffi::ibv_device;
+        type Name = unsafe extern "C" fn(*mut ffi::ibv_device) -> *const std::ffi::c_char;
+        type Rate = unsafe extern "C" fn(c_int) -> c_int;
+        unsafe {
+            let list: List = std::mem::transmute(look_up(handle, "ibv_get_device_list", "IBVERBS_1.1"));
+            let name: Name = std::mem::transmute(look_up(handle, "ibv_get_device_name", "IBVERBS_1.1"));
+            let rate: Rate = std::mem::transmute(look_up(handle, "ibv_rate_to_mbps", "IBVERBS_1.1"));
+            let mut count = 0;
+            let first = *list(&mut count);
+            assert_eq!((count, rate(3)), (1, 10_000));
+            assert_eq!(std::ffi::CStr::from_ptr(name(first)).to_str(), Ok("soft0"));
+        }
+    }
+
+    #[test]
+    fn it_needs_no_other_verbs_library() {
+        let bytes = std::fs::read(library()).unwrap();
+        let holds = |text: &[u8]| bytes.windows(text.len()).any(|window| window == text);
+        assert!(holds(b"libibverbs.so.1\0"), "its own name");
+        let needed = needed(&bytes);
+        assert!(needed.iter().any(|name| name.starts_with("libc.so")), "{needed:?}");
+        assert!(!needed.iter().any(|name| name.contains("ibverbs") || name.contains("cuda")), "{needed:?}");
+    }
+
+    /// DT_NEEDED of a 64-bit little-endian ELF file.
+    fn needed(elf: &[u8]) -> Vec<String> {
+        let word = |at: usize| u64::from_le_bytes(elf[at..at + 8].try_into().unwrap()) as usize;
+        let half = |at: usize| usize::from(u16::from_le_bytes(elf[at..at + 2].try_into().unwrap()));
+        let sections: Vec<usize> = (0..half(60)).map(|i| word(40) + i * half(58)).collect();
+        let kind = |at: usize| u32::from_le_bytes(elf[at + 4..at + 8].try_into().unwrap());
+        let dynamic = *sections.iter().find(|&&at| kind(at) == 6).unwrap();
+        let link = u32::from_le_bytes(elf[dynamic + 40..dynamic + 44].try_into().unwrap()) as usize;
+        let strings = word(sections[link] + 24);
+        let text = |at: usize| elf[at..].split(|&b| b == 0).next().unwrap();
+        (word(dynamic + 24)..word(dynamic + 24) + word(dynamic + 32))
+            .step_by(16)
+            .filter(|&at| word(at) == 1)
+            .map(|at| String::from_utf8(text(strings + word(at + 8)).to_vec()).unwrap())
+            .collect()
+    }
+}
