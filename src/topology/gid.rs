@@ -5,7 +5,8 @@
 //!
 //! 1. the wanted address family and RoCE version, inside NCCL_IB_ADDR_RANGE;
 //! 2. the same without the family, since an all-IPv6 fabric has no IPv4 address to prefer;
-//! 3. another version of the wanted family, then of any;
+//! 3. those whose version can't be read, which may be the wanted one; then those of another. Each time the wanted family
+//!    comes first;
 //! 4. last of all addresses that do not leave the link: 169.254/16, then fe80::/10.
 //!
 //! Private ranges are normal fabric addresses. Among equals the lowest index wins. Entries that are all zero are empty, or
@@ -124,22 +125,35 @@ fn listing(entries: &[GidEntry]) -> String {
     entries.iter().map(|e| format!("{} ({}, {})", e.index, e.gid, e.kind)).collect::<Vec<_>>().join(", ")
 }
 
-/// How good an entry is; smaller is better.
-fn rank(entry: &GidEntry, policy: &GidPolicy) -> u8 {
-    let family = entry.gid.family() == policy.family;
-    let version =
-        matches!((entry.kind, policy.version), (GidKind::RoceV1, RoceVersion::V1) | (GidKind::RoceV2, RoceVersion::V2));
-    let routable = match (family, version) {
-        (true, true) => 0,
-        (false, true) => 1,
-        (true, false) => 2,
-        (false, false) => 3,
+/// How far an address reaches; the better comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Reach {
+    Routable,
+    LinkV4,
+    LinkV6,
+}
+
+/// How an entry's RoCE version stands to the wanted one; the better comes first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Version {
+    Wanted,
+    Unread,
+    Other,
+}
+
+/// How good an entry is; smaller is better. The last is whether the address family is not the wanted one.
+fn rank(entry: &GidEntry, policy: &GidPolicy) -> (Reach, Version, bool) {
+    let reach = match entry.gid.address() {
+        _ if !entry.gid.is_link_local() => Reach::Routable,
+        IpAddr::V4(_) => Reach::LinkV4,
+        IpAddr::V6(_) => Reach::LinkV6,
     };
-    match entry.gid.address() {
-        _ if !entry.gid.is_link_local() => routable,
-        IpAddr::V4(_) => 4 + routable,
-        IpAddr::V6(_) => 8 + routable,
-    }
+    let version = match (entry.kind, policy.version) {
+        (GidKind::RoceV1, RoceVersion::V1) | (GidKind::RoceV2, RoceVersion::V2) => Version::Wanted,
+        (GidKind::Unknown, _) => Version::Unread,
+        _ => Version::Other,
+    };
+    (reach, version, entry.gid.family() != policy.family)
 }
 
 /// The GID to use of a table (empty entries may be left out of it).
@@ -153,7 +167,7 @@ pub fn choose(entries: &[GidEntry], link_layer: LinkLayer, policy: &GidPolicy) -
         why,
     };
     if link_layer != LinkLayer::Ethernet {
-        let first = filled.first().ok_or(GidError::Empty)?;
+        let first = filled.iter().min_by_key(|e| e.index).ok_or(GidError::Empty)?;
         return Ok(made(first, "InfiniBand uses the first".to_owned()));
     }
     let best = |among: &[&GidEntry]| among.iter().min_by_key(|e| (rank(e, policy), e.index)).map(|e| (*e).clone());
@@ -167,7 +181,11 @@ pub fn choose(entries: &[GidEntry], link_layer: LinkLayer, policy: &GidPolicy) -
                 usable: format!("index {}", automatic.index),
             });
         };
-        return Ok(made(entry, "set by NCCL_IB_GID_INDEX".to_owned()));
+        let mut why = "set by NCCL_IB_GID_INDEX".to_owned();
+        if rank(entry, policy).0 > rank(&automatic, policy).0 {
+            why += &format!("; it is link-local, index {} ({}) is not", automatic.index, automatic.gid);
+        }
+        return Ok(made(entry, why));
     }
     if let Some(range) = policy.range {
         let inside: Vec<&GidEntry> = everything.iter().copied().filter(|e| range.contains(&e.gid.address())).collect();
@@ -177,10 +195,11 @@ pub fn choose(entries: &[GidEntry], link_layer: LinkLayer, policy: &GidPolicy) -
         return Ok(made(&entry, format!("best in NCCL_IB_ADDR_RANGE {range}")));
     }
     let why = match rank(&automatic, policy) {
-        0 => "wanted family and RoCE version",
-        1 => "no address of the wanted family, wanted RoCE version",
-        2 | 3 => "no address in the wanted RoCE version",
-        _ => "only link-local addresses: it reaches no further than the link",
+        (Reach::LinkV4 | Reach::LinkV6, ..) => "only link-local addresses: it reaches no further than the link",
+        (_, Version::Wanted, false) => "wanted family and RoCE version",
+        (_, Version::Wanted, true) => "no address of the wanted family, wanted RoCE version",
+        (_, Version::Unread, _) => "its RoCE version can't be read",
+        (_, Version::Other, _) => "no address in the wanted RoCE version",
     };
     Ok(made(&automatic, why.to_owned()))
 }
@@ -264,6 +283,21 @@ mod tests {
         assert!(only.why.contains("link-local"), "{}", only.why);
     }
 
+    /// Where sysfs does not show the types, an address may still be of the wanted version; one known not to be comes after.
+    #[test]
+    fn an_unread_version_may_be_the_wanted_one() {
+        assert_eq!(pick(&[(0, "10.0.0.1", RoceV1), (1, "10.0.0.1", Unknown)], &AUTO), Ok(1));
+        assert_eq!(pick(&[(0, "10.0.0.1", Unknown), (1, "fd00::1", RoceV2)], &AUTO), Ok(1));
+        assert_eq!(pick(&[(3, "10.0.0.2", RoceV2), (2, "10.0.0.1", RoceV2)], &AUTO), Ok(2));
+    }
+
+    #[test]
+    fn a_forced_link_local_index_is_taken_and_told() {
+        let choice = choose(&table(&POD), LinkLayer::Ethernet, &GidPolicy { index: Some(5), ..AUTO }).expect("filled");
+        assert_eq!(choice.index, 5);
+        assert!(choice.why.contains("link-local") && choice.why.contains("index 7"), "{}", choice.why);
+    }
+
     #[test]
     fn wishes_are_followed() {
         let rows = [(0, "10.0.0.1", RoceV1), (1, "10.0.0.1", RoceV2), (2, "fd00::1", RoceV2), (3, "10.9.0.1", RoceV2)];
@@ -278,6 +312,9 @@ mod tests {
     fn infiniband_takes_the_first_whatever_the_lid() {
         let entries = table(&[(0, "fe80::2:c903:1", GidKind::Ib)]);
         assert_eq!(choose(&entries, LinkLayer::InfiniBand, &AUTO).map(|c| c.index), Ok(0));
+        let two = table(&[(1, "fd00::1", GidKind::Ib), (0, "fe80::2:c903:1", GidKind::Ib)]);
+        let forced = GidPolicy { index: Some(1), ..AUTO };
+        assert_eq!(choose(&two, LinkLayer::InfiniBand, &forced).map(|c| c.index), Ok(0));
         assert_eq!(choose(&[], LinkLayer::Ethernet, &AUTO), Err(GidError::Empty));
     }
 }

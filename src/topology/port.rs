@@ -31,16 +31,17 @@ impl fmt::Display for LinkLayer {
     }
 }
 
-/// Speed of a port, Mb/s, from ibv_port_attr's codes. An unknown code counts as the slowest: over-reporting a speed makes
-/// NCCL prefer the network to NVLink.
-pub fn speed_mbps(active_speed: u8, active_width: u8) -> u32 {
-    let lane = match active_speed {
+/// Speed of a port, Mb/s, from ibv_port_attr's codes (active_speed has 8 bits, active_speed_ex of newer libraries more). An
+/// unknown code counts as the slowest: over-reporting a speed makes NCCL prefer the network to NVLink.
+pub fn speed_mbps(active_speed: impl Into<u32>, active_width: u8) -> u32 {
+    let lane = match active_speed.into() {
         2 => 5_000,
         4 | 8 => 10_000,
         16 => 14_000,
         32 => 25_000,
         64 => 50_000,
         128 => 100_000,
+        256 => 200_000,
         _ => 2_500,
     };
     let lanes = match active_width {
@@ -104,7 +105,7 @@ mod tests {
     fn every_speed_and_width_code() {
         let lanes = [(1, 1), (2, 4), (4, 8), (8, 12), (16, 2)];
         let speeds = [
-            (1u8, 2_500),
+            (1u32, 2_500),
             (2, 5_000),
             (4, 10_000),
             (8, 10_000),
@@ -112,6 +113,7 @@ mod tests {
             (32, 25_000),
             (64, 50_000),
             (128, 100_000),
+            (256, 200_000),
         ];
         for (speed, mbps) in speeds {
             for (width, n) in lanes {
@@ -119,8 +121,8 @@ mod tests {
             }
         }
         // NDR 4x and an unknown code.
-        assert_eq!(speed_mbps(128, 2), 400_000);
-        assert_eq!(speed_mbps(0, 0), 2_500);
+        assert_eq!(speed_mbps(128u8, 2), 400_000);
+        assert_eq!(speed_mbps(0u8, 0), 2_500);
     }
 
     #[test]

@@ -76,7 +76,11 @@ fn one_group(item: &str, available: &[Available<'_>], taken: &[bool]) -> Result<
     for rail in item.split('+').map(str::trim) {
         let (name, port) = match rail.split_once(':') {
             None => (rail, None),
-            Some((name, port)) => (name, Some(port.parse::<u8>().map_err(|_| format!("{rail:?} has no port number"))?)),
+            Some((name, port)) => {
+                let digits = port.bytes().all(|b| b.is_ascii_digit());
+                let port = port.parse::<u8>().ok().filter(|_| digits);
+                (name, Some(port.ok_or_else(|| format!("{rail:?} has no port number"))?))
+            }
         };
         let found = available.iter().position(|a| a.name == name && port.is_none_or(|p| p == a.port));
         let Some(i) = found else {
@@ -104,16 +108,17 @@ pub struct RailAddr {
 
 impl RailAddr {
     /// Addresses with equal subnets reach each other without a router: IPv4 /24, else the upper 64 bits.
-    fn subnet(&self) -> [u8; 15] {
+    /// InfiniBand and RoCE never do, though both may have the prefix fe80::.
+    fn subnet(&self) -> (LinkLayer, [u8; 15]) {
         let mut subnet = [0; 15];
         let keep = if self.gid.address().is_ipv4() { 15 } else { 8 };
         subnet[..keep].copy_from_slice(&self.gid.0[..keep]);
-        subnet
+        (self.link_layer, subnet)
     }
 }
 
 /// Pairs the rails of two sides: those of one subnet first, in order, then what is left by position. As many pairs as the
-/// side with fewer rails has; each rail at most once.
+/// side with fewer rails has; each rail at most once. Both sides come to the same pairs.
 pub fn pair(a: &[RailAddr], b: &[RailAddr]) -> Vec<(usize, usize)> {
     let mut free_a: Vec<usize> = (0..a.len()).collect();
     let mut free_b: Vec<usize> = (0..b.len()).collect();
@@ -132,6 +137,7 @@ pub fn pair(a: &[RailAddr], b: &[RailAddr]) -> Vec<(usize, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
     use std::net::Ipv4Addr;
 
     const PORTS: [Available<'static>; 4] = [
@@ -162,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_wrong_group_is_told_and_its_ports_stay() {
-        for text in ["mlx5_0+mlx5_9", "mlx5_0+mlx5_0", "mlx5_0:2+mlx5_1", "mlx5_0:x"] {
+        for text in ["mlx5_0+mlx5_9", "mlx5_0+mlx5_0", "mlx5_0:2+mlx5_1", "mlx5_0:x", "mlx5_0:+1", "mlx5_0+"] {
             assert_eq!(names(text).0.len(), 4, "{text}");
             assert_eq!(names(text).1, 1, "{text}");
         }
@@ -192,5 +198,43 @@ mod tests {
         assert_eq!(pair(&a, &elsewhere), [(0, 0), (1, 1)]);
         assert_eq!(pair(&a, &crossed[..1]), [(1, 0)]);
         assert_eq!(pair(&[], &a), []);
+    }
+
+    /// Both have the prefix that ports have before anyone gives them another.
+    #[test]
+    fn infiniband_and_roce_are_no_subnet() {
+        let link_local = |link_layer, last| {
+            let mut gid = [0; 16];
+            (gid[0], gid[1], gid[15]) = (0xfe, 0x80, last);
+            RailAddr { link_layer, gid: Gid(gid), lid: 0 }
+        };
+        let a = [link_local(LinkLayer::Ethernet, 1), link_local(LinkLayer::InfiniBand, 2)];
+        let b = [link_local(LinkLayer::InfiniBand, 3), link_local(LinkLayer::Ethernet, 4)];
+        assert_eq!(pair(&a, &b), [(0, 1), (1, 0)]);
+    }
+
+    fn rails() -> impl Strategy<Value = Vec<RailAddr>> {
+        prop::collection::vec((0u8..3, 1u8..9).prop_map(|(net, host)| at([10, 0, net, host])), 0..=8)
+    }
+
+    proptest! {
+        #[test]
+        fn both_sides_come_to_the_same_pairs(a in rails(), b in rails()) {
+            let pairs = pair(&a, &b);
+            prop_assert_eq!(pairs.len(), a.len().min(b.len()));
+            let mut mirrored: Vec<_> = pair(&b, &a).into_iter().map(|(x, y)| (y, x)).collect();
+            mirrored.sort_unstable();
+            prop_assert_eq!(&pairs, &mirrored);
+            let once = |mut side: Vec<usize>| { side.sort_unstable(); side.windows(2).all(|w| w[0] != w[1]) };
+            prop_assert!(once(pairs.iter().map(|p| p.0).collect()) && once(pairs.iter().map(|p| p.1).collect()));
+        }
+
+        #[test]
+        fn every_port_is_in_one_group(text in "(mlx5_[0-4](:[0-2])?[+,]?){0,6}|.{0,40}") {
+            let (groups, _) = group(&text, &PORTS);
+            let mut members: Vec<usize> = groups.iter().flat_map(|g| g.members.clone()).collect();
+            members.sort_unstable();
+            prop_assert_eq!(members, (0..PORTS.len()).collect::<Vec<_>>());
+        }
     }
 }
