@@ -3,6 +3,7 @@
 mod abi;
 mod contract;
 mod devices;
+mod env;
 mod gpu;
 mod nccl_check;
 mod perf;
@@ -51,6 +52,12 @@ enum Command {
         /// Print JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Print every setting of the plugin, the value in force and where it comes from
+    Env {
+        /// Print the table of docs/environment.md
+        #[arg(long)]
+        markdown: bool,
     },
     /// Do to the plugin all that NCCL does and may do, between processes, and check every byte
     Contract(ContractArgs),
@@ -262,6 +269,10 @@ const ABSENT: u8 = 3;
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Devices { plugin, json } => devices::run(&plugin.path(), json),
+        Command::Env { markdown } => {
+            env::run(markdown);
+            Ok(())
+        }
         Command::Contract(args) => args.run(),
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),

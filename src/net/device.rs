@@ -216,6 +216,14 @@ pub fn discover(config: &Config) -> Discovery {
             return found;
         }
     };
+    if let (Some(wish), false) = (&config.ibverbs_lib, library.passed_over.is_empty()) {
+        found.warnings.push(format!(
+            "NCCL_IBVERBS_LIB={} could not be loaded ({}); {} is used",
+            wish.display(),
+            library.passed_over,
+            library.name
+        ));
+    }
     let list = match library.devices() {
         Ok(list) => list,
         Err(e) => {

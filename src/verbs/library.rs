@@ -109,6 +109,8 @@ pub struct Library {
     pub(super) api: Api,
     /// The name or path under which it was found.
     pub name: String,
+    /// Why names that came first were not taken; empty for the first.
+    pub passed_over: String,
 }
 
 impl std::fmt::Debug for Library {
@@ -133,7 +135,7 @@ impl Library {
                     // A data loader may fork after init. The result is ignored: kernels since 5.12 need no help and say so.
                     // SAFETY: takes no arguments and comes before every other verb.
                     let _ = unsafe { (api.fork_init)() };
-                    return Ok(Arc::new(Self { api, name }));
+                    return Ok(Arc::new(Self { api, name, passed_over: tried.join("; ") }));
                 }
                 Err(why) => tried.push(why),
             }

@@ -1,0 +1,138 @@
+//! The contract driver against the library that ships, over soft-hca, in the settings that change the data path: number of
+//! rails, of QPs, splitting, link layer, inline credits.
+//!
+//! Needs `dist/`: `ci/build` makes it, and `ci/test` runs that first.
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+    use std::process::Command;
+
+    fn root() -> &'static Path {
+        Path::new(env!("CARGO_MANIFEST_DIR"))
+    }
+
+    fn built(path: &str) -> PathBuf {
+        let file = root().join("dist").join(path);
+        assert!(file.exists(), "{} is missing: run ci/build first", file.display());
+        file
+    }
+
+    /// A fabric of `hosts` hosts named as the driver names them (h0, h1, ...), each with `rails` ports.
+    fn fabric(hosts: usize, rails: usize, link_layer: &str) -> String {
+        use std::fmt::Write as _;
+        let mut text = String::new();
+        for host in 0..hosts {
+            writeln!(text, "[[host]]\nname = \"h{host}\"").expect("a String");
+            for rail in 0..rails {
+                writeln!(text, "[[host.device]]\nname = \"soft_{rail}\"\nnode_guid = {}", 1 + host * 16 + rail)
+                    .expect("a String");
+                writeln!(text, "[[host.device.port]]\nlink_layer = \"{link_layer}\"").expect("a String");
+                if link_layer == "Ethernet" {
+                    writeln!(
+                        text,
+                        "gids = [{{ index = 0, gid = \"fe80::{host}:{rail}\", type = \"RoCE v2\" }}, {{ index = 1, gid = \
+                         \"::ffff:10.0.{rail}.{}\", type = \"RoCE v2\" }}]",
+                        host + 1
+                    )
+                    .expect("a String");
+                } else {
+                    writeln!(
+                        text,
+                        "lid = {}\ngids = [{{ index = 0, gid = \"fe80::{host}:{rail}\", type = \"IB\" }}]",
+                        1 + host * 16 + rail
+                    )
+                    .expect("a String");
+                }
+            }
+        }
+        text
+    }
+
+    fn play(name: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) {
+        let own = tempfile::tempdir().expect("a directory");
+        let mut command = Command::new(built("bin/nccl-rdma"));
+        command
+            .args(["contract", "--plugin"])
+            .arg(built("lib/libnccl-net-rdma.so"))
+            .args(arguments)
+            .env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"))
+            .env("SOFT_HCA_REGISTRY", own.path())
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            .env("NCCL_NET_RDMA_CONNECT_TIMEOUT", "8")
+            .envs(settings.iter().copied());
+        if let Some(text) = fabric {
+            let file = own.path().join("fabric.toml");
+            std::fs::write(&file, text).expect("a file");
+            command.env("SOFT_HCA_FABRIC", file);
+        }
+        let output = command.output().expect("the driver runs");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(
+            output.status.success(),
+            "{name}: {}\n{text}\n{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        );
+        println!("{name}: {}", text.lines().last().unwrap_or(""));
+    }
+
+    /// Everything, every size, with the defaults of a machine without a fabric file.
+    #[test]
+    fn one_rail_one_qp() {
+        play("one rail, one QP", None, &[], &["--procs", "4"]);
+    }
+
+    #[test]
+    fn four_qps_in_turn() {
+        play("four QPs in turn", None, &[("NCCL_IB_QPS_PER_CONNECTION", "4")], &["--quick", "--procs", "3"]);
+    }
+
+    #[test]
+    fn four_qps_split() {
+        let settings = [("NCCL_IB_QPS_PER_CONNECTION", "4"), ("NCCL_IB_SPLIT_DATA_ON_QPS", "1")];
+        play("four QPs, split", None, &settings, &["--quick", "--procs", "2"]);
+    }
+
+    #[test]
+    fn two_rails_of_four_qps() {
+        let settings = [
+            ("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "4"),
+            ("NCCL_IB_SPLIT_DATA_ON_QPS", "1"),
+            ("NCCL_NET_RDMA_SPLIT_THRESHOLD", "512"),
+        ];
+        play("two rails of four QPs", Some(fabric(8, 2, "Ethernet")), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    /// More than two rails use the wide credit.
+    #[test]
+    fn eight_rails() {
+        let rails = (0..8).map(|i| format!("soft_{i}")).collect::<Vec<_>>().join("+");
+        let settings = [("NCCL_NET_RDMA_RAILS", rails.as_str()), ("NCCL_NET_RDMA_SPLIT_THRESHOLD", "4096")];
+        play("eight rails", Some(fabric(8, 8, "Ethernet")), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    #[test]
+    fn infiniband_with_flushes() {
+        let settings = [("NCCL_NET_RDMA_FORCE_FLUSH", "1")];
+        play("InfiniBand, flushes forced", Some(fabric(8, 1, "InfiniBand")), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    /// Eight processes on as few cores as there are.
+    #[test]
+    fn eight_processes() {
+        play(
+            "eight processes",
+            None,
+            &[],
+            &["--procs", "8", "--quick", "--only", "ring", "--only", "all-pairs", "--only", "random"],
+        );
+    }
+
+    /// The null adapter is one process with both ends.
+    #[test]
+    fn null_adapter() {
+        play("null adapter", None, &[("SOFT_HCA_ENGINE", "null")], &["--only", "self"]);
+    }
+}
