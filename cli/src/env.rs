@@ -12,7 +12,7 @@ pub(crate) fn run(markdown: bool) {
     }
     let (config, warnings) = Config::from_process();
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header(["name", "value", "from", "meaning"]);
+    table.load_style(presets::NOTHING).set_header(["name", "value", "from", "meaning"]);
     for s in config.describe() {
         table.add_row([s.name.to_owned(), shown(&s.value), s.origin.to_string(), s.meaning.to_owned()]);
     }
