@@ -52,6 +52,19 @@ enum Stage {
     Answered(Draft, Box<Hello>),
 }
 
+/// Which interface serves connection set-up is the same for every listener: told with the first.
+fn say_once(choice: &ifaces::Choice) {
+    static SAID: std::sync::Once = std::sync::Once::new();
+    SAID.call_once(|| {
+        for warning in &choice.warnings {
+            tracing::warn!(target: "init", "{warning}");
+        }
+        let rejected: Vec<String> = choice.rejected.iter().map(|r| format!("{} {} ({})", r.name, r.addr, r.why)).collect();
+        let rest = if rejected.is_empty() { String::new() } else { format!("; not {}", rejected.join(", ")) };
+        tracing::info!(target: "init", "connection set-up over {} {}: {}{rest}", choice.name, choice.addr, choice.why);
+    });
+}
+
 enum Step {
     Again(Box<Pending>),
     Done(Box<Comm>),
@@ -64,6 +77,7 @@ impl Accepting {
         }
         let choice = ifaces::choose(&ifaces::list(), config)
             .map_err(|e| NetError::new(Code::System, format!("no interface for connection set-up: {e}")))?;
+        say_once(&choice);
         let address = SocketAddr::new(choice.addr, 0);
         let (listener, handle) = Listener::bind(address, config.port_range.clone(), Limits::default())
             .map_err(|e| NetError::new(Code::System, format!("{e}; on interface {}", choice.name)))?;

@@ -36,7 +36,8 @@ pub struct PortAttr {
     pub link_layer: u8,
     /// IBV_MTU_* code.
     pub active_mtu: u32,
-    pub active_speed: u8,
+    /// Of the extended field where the library fills it (XDR does not fit 8 bits), else the classic one.
+    pub active_speed: u32,
     pub active_width: u8,
     pub lid: u16,
     pub gid_tbl_len: u32,
@@ -154,7 +155,7 @@ impl Context {
             phys_state: attr.phys_state,
             link_layer: attr.link_layer,
             active_mtu: attr.active_mtu,
-            active_speed: attr.active_speed,
+            active_speed: if attr.active_speed_ex == 0 { u32::from(attr.active_speed) } else { attr.active_speed_ex },
             active_width: attr.active_width,
             lid: attr.lid,
             gid_tbl_len: u32::try_from(attr.gid_tbl_len).unwrap_or(0),
