@@ -525,7 +525,7 @@ fn a_peer_that_does_not_read_is_bounded_and_loses_nothing() {
 fn what_was_sent_before_the_close_arrives_although_bytes_were_left_unread() {
     let (mut near, mut far) = pair();
     socket2::SockRef::from(&near).set_send_buffer_size(1 << 20).unwrap();
-    socket2::SockRef::from(&far).set_recv_buffer_size(4 << 10).unwrap();
+    socket2::SockRef::from(&far).set_recv_buffer_size(32 << 10).unwrap();
     far.send(1, b"unread").unwrap();
     let body = vec![4; MAX_BODY];
     for _ in 0..8 {
