@@ -199,6 +199,26 @@ fn thread_cpu() -> Duration {
 }
 
 #[test]
+fn a_silent_peer_is_not_looked_at_with_every_poll() {
+    let (mut listener, handle) = listener();
+    let mut peer = TcpStream::connect(handle.addr()).unwrap();
+    poll_until(&mut listener, "accepted", |l| l.pending() == 1);
+    let later = Instant::now() + Duration::from_secs(1);
+    assert!(listener.poll(later).is_pending());
+    peer.write_all(b"abc").unwrap();
+    let millisecond = Duration::from_millis(1);
+    thread::sleep(millisecond);
+    assert!(listener.poll(later + millisecond / 2).is_pending());
+    assert_eq!(listener.rejected().total(), 0);
+    let mut now = later;
+    until("looked at", || {
+        now += millisecond;
+        assert!(listener.poll(now).is_pending());
+        (listener.rejected().garbage == 1).then_some(())
+    });
+}
+
+#[test]
 fn a_peer_that_leaves_midway_is_counted_apart() {
     let (mut listener, handle) = listener();
     TcpStream::connect(handle.addr()).unwrap().write_all(b"NRDF").unwrap();
@@ -498,6 +518,25 @@ fn a_peer_that_does_not_read_is_bounded_and_loses_nothing() {
         assert_eq!(frame.body, body);
     }
     assert!(matches!(near.poll_flush(), Poll::Ready(Ok(()))));
+}
+
+/// Closing with unread bytes would reset the connection and drop what the kernel has not sent yet.
+#[test]
+fn what_was_sent_before_the_close_arrives_although_bytes_were_left_unread() {
+    let (mut near, mut far) = pair();
+    socket2::SockRef::from(&near).set_send_buffer_size(1 << 20).unwrap();
+    socket2::SockRef::from(&far).set_recv_buffer_size(32 << 10).unwrap();
+    far.send(1, b"unread").unwrap();
+    let body = vec![4; MAX_BODY];
+    for _ in 0..8 {
+        near.send(2, &body).unwrap();
+    }
+    assert!(near.poll_flush().is_ready(), "the kernel takes all of it");
+    near.finish();
+    for _ in 0..8 {
+        assert_eq!(recv(&mut far).unwrap().body, body);
+    }
+    assert!(matches!(recv(&mut far), Err(RendezvousError::Closed { why: Closed::Eof, .. })));
 }
 
 #[test]
