@@ -144,7 +144,8 @@ impl<P: Post> Sender<P> {
     /// [`Keys::in_flight`] is 0, or until this sender is dropped; the bytes stay in place as long.
     #[inline]
     pub unsafe fn isend(&mut self, data: u64, size: u64, tag: u32, keys: NonNull<Keys>) -> Result<Option<u8>, Fault> {
-        if !self.credits.ready(self.head) {
+        // Once the first member is matched, its entry may hold a credit of the next lap already.
+        if self.matched & 1 == 0 && !self.credits.ready(self.head) {
             return Ok(None);
         }
         if let Some(fault) = &self.fault {

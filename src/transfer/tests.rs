@@ -447,3 +447,37 @@ fn a_peer_that_closed_in_good_order_has_what_it_received() {
     assert_eq!(p.sender.test(requests[2]).expect("no fault"), SendProgress::Done { size: 8 });
     assert_eq!(keys.in_flight(), 3, "the receiver's own");
 }
+
+/// With the ring full, the entry of a member that has arrived holds a credit of the next lap while the rest of its group
+/// still waits for sends.
+#[test]
+fn a_group_whose_first_entry_was_reused_is_still_matched() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let mut target = [0u8; 8];
+    let data = [1u8; 8];
+    let mut rng = Rng(5);
+    let buffer = |tag| Buffer { address: target.as_mut_ptr() as u64, size: 8, tag, keys: k };
+    let group: Vec<Buffer> = (0..MAX_GROUP as u32).map(buffer).collect();
+    // SAFETY: the arrays outlive the test.
+    let first = unsafe { p.receiver.irecv(&group) }.expect("no fault").expect("room");
+    for _ in 1..RING / MAX_GROUP {
+        // SAFETY: as above.
+        unsafe { p.receiver.irecv(&group) }.expect("no fault").expect("room");
+    }
+    while p.net.borrow_mut().step(&mut rng) {}
+    // SAFETY: as above.
+    let send = |p: &mut Pair, tag| unsafe { p.sender.isend(data.as_ptr() as u64, 8, tag, k) }.expect("no fault");
+    assert!(send(&mut p, 0).is_some());
+    while p.net.borrow_mut().step(&mut rng) {}
+    assert_eq!(p.receiver.test(first).expect("no fault"), RecvProgress::Pending);
+    // SAFETY: as above.
+    unsafe { p.receiver.irecv(&group[..1]) }.expect("no fault").expect("the first entry is free");
+    while p.net.borrow_mut().step(&mut rng) {}
+    for tag in 1..MAX_GROUP as u32 {
+        assert!(send(&mut p, tag).is_some(), "member {tag}");
+    }
+    while p.net.borrow_mut().step(&mut rng) {}
+    assert!(matches!(p.receiver.test(first).expect("no fault"), RecvProgress::Done { n: 8, .. }));
+}
