@@ -52,7 +52,7 @@ set_up_failures! {
     accept_fails_to_create_a_cq: "create_cq:2:ENOMEM", ["ibv_create_cq on soft1", "Cannot allocate memory"];
     accept_fails_to_create_a_qp: "create_qp:2:EINVAL,create_qp:3:EINVAL", ["ibv_create_qp on soft1", "Invalid argument"];
     accept_fails_to_take_its_qp_to_init: "modify_qp:2:EIO", ["ibv_modify_qp on soft1", "to INIT"];
-    accept_fails_to_take_its_qp_to_rtr: "modify_qp:3:ENETUNREACH", ["to RTR", "::ffff:10.0.0.2", "::ffff:10.0.0.1", "no route"];
+    accept_fails_to_take_its_qp_to_rtr: "modify_qp:3:ENETUNREACH", ["to RTR", "GID 10.0.0.2", "GID 10.0.0.1", "no route"];
     accept_fails_to_take_its_qp_to_rts: "modify_qp:4:EINVAL", ["to RTS", "soft1:1"];
     connect_fails_to_take_its_qp_to_rtr: "modify_qp:5:ENODEV", ["to RTR", "soft0:1", "GID index is empty"];
     connect_fails_to_take_its_qp_to_rts: "modify_qp:6:EIO", ["to RTS", "soft0:1"];
