@@ -22,6 +22,8 @@ use super::{Code, NetError, control};
 
 /// How long a listener may be out of reach: it was there before its handle was.
 const DIAL: Duration = Duration::from_secs(60);
+/// How long our own failure may wait for the peer to be told of it.
+const TELL: Duration = Duration::from_secs(5);
 
 /// A connect that NCCL polls.
 #[derive(Debug)]
@@ -42,6 +44,8 @@ struct Side {
 #[derive(Debug)]
 enum Stage {
     Dialing(Connector, Side),
+    /// This side can't. The peer, which waits for it, is told first.
+    Declining(Connector, NetError),
     Offered(Channel, Side),
     Raising(Channel, Side, Box<Hello>),
 }
@@ -78,14 +82,11 @@ pub(super) fn too_late(what: &str, peer: &str, limit: Duration) -> NetError {
     )
 }
 
-impl Connecting {
-    pub(super) fn start(device: &Device, handle: &Handle, config: &Config, now: Instant) -> Result<Self, NetError> {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
+impl Side {
+    fn make(device: &Device, config: &Config) -> Result<Self, NetError> {
         if device.rails.is_empty() {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
-        let deadline = now + config.connect_timeout;
-        let connector = Connector::new(handle, None, now, deadline.min(now + DIAL));
         // The ring for as many rails as the two sides can agree on, on each of them.
         let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
             .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;
@@ -94,9 +95,20 @@ impl Connecting {
             mrs.push(register_own(rail, &pages, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
         }
         let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, config)?;
-        let side = Side { draft, ring: (mrs, pages), device: device.name.to_string_lossy().into_owned() };
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
-        Ok(Self { id, deadline, stage: Stage::Dialing(connector, side) })
+        Ok(Self { draft, ring: (mrs, pages), device: device.name.to_string_lossy().into_owned() })
+    }
+}
+
+impl Connecting {
+    pub(super) fn start(device: &Device, handle: &Handle, config: &Config, now: Instant) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let deadline = now + config.connect_timeout;
+        let dial = |limit| Connector::new(handle, None, now, deadline.min(now + limit));
+        let stage = match Side::make(device, config) {
+            Ok(side) => Stage::Dialing(dial(DIAL), side),
+            Err(e) => Stage::Declining(dial(TELL), e),
+        };
+        Self { id: NEXT.fetch_add(1, Ordering::Relaxed), deadline, stage }
     }
 
     pub(super) fn id(&self) -> u64 {
@@ -130,6 +142,11 @@ impl Connecting {
                         channel.send(kind::OFFER, &offer.encode()).map_err(|e| lost(&channel, &e.to_string()))?;
                         Stage::Offered(channel, side)
                     }
+                },
+                Stage::Declining(mut connector, error) => match connector.poll(now) {
+                    Poll::Pending => return again(Stage::Declining(connector, error)),
+                    Poll::Ready(Err(_)) => return Err(error),
+                    Poll::Ready(Ok(mut channel)) => return Err(refuse_with(&mut channel, error)),
                 },
                 Stage::Offered(mut channel, side) => match receive(&mut channel)? {
                     None if now > deadline => {

@@ -12,7 +12,7 @@ use crate::rendezvous::{Channel, HANDLE_BYTES, Limits, Listener};
 use crate::topology::{ifaces, rails};
 use crate::transfer::credit::{CreditRing, Stride};
 use crate::transfer::{QpSet, Receiver, ReceiverParts};
-use crate::verbs::Access;
+use crate::verbs::{Access, Mr, Qp, Rts};
 
 use super::alert::Alert;
 use super::comm::{Comm, RecvComm};
@@ -49,7 +49,16 @@ enum Stage {
     /// Taking QPs to RTS.
     Raising(Draft, Box<Hello>, Pairs),
     /// Answered, waiting for the peer's word that it can receive.
-    Answered(Draft, Box<Hello>),
+    Answered(Draft, Box<Hello>, Ground),
+}
+
+/// Memory of our own that a recv comm needs: had before the answer, after which the peer takes the connection for made.
+#[derive(Debug)]
+struct Ground {
+    /// QPs of flushes by rail, and what they read into.
+    loopbacks: Vec<Option<(Qp<Rts>, u64, u32)>>,
+    landing: Option<(Vec<Mr>, Pages)>,
+    shadow: (Mr, Pages),
 }
 
 /// Which interface serves connection set-up is the same for every listener: told with the first.
@@ -155,19 +164,25 @@ impl Pending {
                         }
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
                         Poll::Ready(Ok(())) => {
+                            let ground = Ground::lay(&draft, config).map_err(|e| refuse_with(&mut self.channel, e))?;
                             let answer = Hello { who: ourselves(), ring_address: 0, rails: draft.describe(&[]), pairs };
                             self.channel
                                 .send(kind::ANSWER, &answer.encode())
                                 .map_err(|e| lost(&self.channel, &e.to_string()))?;
-                            Stage::Answered(draft, offer)
+                            Stage::Answered(draft, offer, ground)
                         }
                     }
                 }
-                Stage::Answered(draft, offer) => match receive(&mut self.channel)? {
+                Stage::Answered(draft, offer, ground) => match receive(&mut self.channel)? {
                     None if late => return Err(give_up(&mut self.channel, "for its QPs")),
-                    None => return Ok(Step::Again(Box::new(Self { stage: Stage::Answered(draft, offer), ..self }))),
+                    None => {
+                        return Ok(Step::Again(Box::new(Self {
+                            stage: Stage::Answered(draft, offer, ground),
+                            ..self
+                        })));
+                    }
                     Some((kind::READY, _)) => {
-                        return finish(self.channel, draft, &offer, device, config).map(Step::Done);
+                        return finish(self.channel, draft, ground, &offer, device, config).map(Step::Done);
                     }
                     Some((kind, _)) => return Err(refuse(&mut self.channel, format!("unexpected message {kind}"))),
                 },
@@ -241,49 +256,57 @@ fn small(rail: usize) -> u8 {
     u8::try_from(rail).unwrap_or(u8::MAX)
 }
 
-fn finish(channel: Channel, draft: Draft, offer: &Hello, device: &str, config: &Config) -> Result<Box<Comm>, NetError> {
+impl Ground {
+    fn lay(draft: &Draft, config: &Config) -> Result<Self, NetError> {
+        let ports = draft.ports();
+        let pages =
+            |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
+        let shadow = pages(Stride::for_rails(ports.len()).ring_bytes())?;
+        let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
+        let mut loopbacks = Vec::new();
+        let mut landing = None;
+        if config.force_flush {
+            let page = pages(64)?;
+            let mut mrs = Vec::with_capacity(ports.len());
+            for (rail, port) in ports.iter().enumerate() {
+                let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
+                loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
+                mrs.push(mr);
+            }
+            landing = Some((mrs, page));
+        }
+        Ok(Self { shadow: (shadow_mr, shadow), landing, loopbacks })
+    }
+}
+
+fn finish(
+    channel: Channel,
+    draft: Draft,
+    ground: Ground,
+    offer: &Hello,
+    device: &str,
+    config: &Config,
+) -> Result<Box<Comm>, NetError> {
+    let Ground { shadow, landing, mut loopbacks } = ground;
     let ports = draft.ports();
     let routes = draft.routes(&offer.rails);
-    let stride = Stride::for_rails(ports.len());
-    let pages =
-        |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
-    let shadow = pages(stride.ring_bytes())?;
-    let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
-    let can_flush = config.force_flush;
-    let mut loopbacks = Vec::new();
-    let mut landing = None;
-    if can_flush {
-        let page = pages(64)?;
-        let mut mrs = Vec::with_capacity(ports.len());
-        for (rail, port) in ports.iter().enumerate() {
-            let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
-            loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
-            mrs.push(mr);
-        }
-        landing = Some((mrs, page));
-    }
     let max_inline = draft.max_inline();
     let qps = draft.finish(|rail| loopbacks.get_mut(rail).and_then(Option::take))?;
     let qps = Arc::new(qps);
     let alert = Arc::new(Alert::default());
     announce("receiving", device, &qps, &ports, offer, &routes);
     // SAFETY: the pages are mapped, page aligned, and dropped after the receiver.
-    let ring = unsafe { CreditRing::new(shadow.base(), stride) };
+    let ring = unsafe { CreditRing::new(shadow.1.base(), Stride::for_rails(ports.len())) };
     let receiver = Receiver::new(ReceiverParts {
         post: Arc::clone(&qps),
         shadow: ring,
-        shadow_lkey: shadow_mr.lkey(),
+        shadow_lkey: shadow.0.lkey(),
         ring_address: offer.ring_address,
         ring_rkey: offer.rails[0].ring_rkey,
         lanes: qps.lanes(),
         max_inline,
-        can_flush,
+        can_flush: landing.is_some(),
     });
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
-    Ok(Box::new(Comm::Recv(RecvComm {
-        hot: UnsafeCell::new(receiver),
-        base,
-        _shadow: (shadow_mr, shadow),
-        _landing: landing,
-    })))
+    Ok(Box::new(Comm::Recv(RecvComm { hot: UnsafeCell::new(receiver), base, _shadow: shadow, _landing: landing })))
 }

@@ -182,7 +182,7 @@ impl Engine {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
                     .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
-                let connecting = Connecting::start(device, &parsed, &self.config, now).map_err(NetError::printed)?;
+                let connecting = Connecting::start(device, &parsed, &self.config, now);
                 self.reap(now);
                 let id = connecting.id();
                 let mut spare = [0; SPARE_BYTES];

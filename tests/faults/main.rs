@@ -1,0 +1,11 @@
+//! The engine and the built plugin over soft-hca: set-up and teardown, settings, failures, leaks. Each test runs in a
+//! process of its own (see `rig`); those that load the plugin load dist/lib, so `ci/build` comes first.
+
+#[cfg(test)]
+mod plugin;
+#[cfg(test)]
+mod rig;
+#[cfg(test)]
+mod setup;
+#[cfg(test)]
+mod verbs;

@@ -1,0 +1,331 @@
+//! The plugin as NCCL sees it: dist/lib through its C table, the lines that it gives to NCCL's logger, and both ends of a
+//! connection driven from one thread.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_ulong, c_void};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::Path;
+use std::ptr;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use nccl_net_rdma::abi::types::{
+    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNetProperties_v8_t, ncclResult_t,
+};
+
+use crate::rig::{PATIENCE, dist, until};
+
+pub(crate) type Comm = *mut c_void;
+pub(crate) type Handle = [u8; 128];
+
+/// What the plugin said, in order.
+static LINES: Mutex<Vec<(ncclDebugLogLevel, String)>> = Mutex::new(Vec::new());
+
+/// NCCL's logger is variadic; with "%s" and one string, a call looks the same as one of this function on 64-bit Linux.
+unsafe extern "C" fn log(
+    level: ncclDebugLogLevel,
+    _flags: c_ulong,
+    _file: *const c_char,
+    _line: c_int,
+    _format: *const c_char,
+    text: *const c_char,
+) {
+    // SAFETY: the plugin passes "%s" and a C string, and nothing else.
+    let text = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
+    println!("[{}] {text}", level.0);
+    LINES.lock().unwrap().push((level, text));
+}
+
+/// The warnings so far.
+pub(crate) fn warnings() -> Vec<String> {
+    let lines = LINES.lock().unwrap();
+    lines.iter().filter(|(level, _)| *level == ncclDebugLogLevel::NCCL_LOG_WARN).map(|(_, text)| text.clone()).collect()
+}
+
+/// The warnings so far that hold this.
+pub(crate) fn warnings_with(part: &str) -> Vec<String> {
+    warnings().into_iter().filter(|w| w.contains(part)).collect()
+}
+
+pub(crate) fn infos() -> Vec<String> {
+    let lines = LINES.lock().unwrap();
+    lines.iter().filter(|(level, _)| *level == ncclDebugLogLevel::NCCL_LOG_INFO).map(|(_, text)| text.clone()).collect()
+}
+
+pub(crate) fn forget_lines() {
+    LINES.lock().unwrap().clear();
+}
+
+pub(crate) fn dlopen(path: &Path) -> *mut c_void {
+    let c_path = CString::new(path.as_os_str().as_bytes()).unwrap();
+    // SAFETY: a C string; the library is the one under test.
+    let library = unsafe { libc::dlopen(c_path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    assert!(!library.is_null(), "{} can't be loaded", path.display());
+    library
+}
+
+fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
+    if code == ncclResult_t::ncclSuccess { Ok(()) } else { Err(code) }
+}
+
+/// What NCCL is told of a device.
+#[derive(Debug)]
+pub(crate) struct Properties {
+    pub(crate) name: String,
+    pub(crate) speed: c_int,
+}
+
+/// The loaded plugin.
+#[derive(Debug)]
+pub(crate) struct Plugin {
+    pub(crate) library: *mut c_void,
+    table: ncclNet_v8_t,
+}
+
+/// How one end of a set-up came out.
+pub(crate) type End = Result<Comm, ncclResult_t>;
+
+/// How a set-up came out. `None`: this end had no result when the other one's had been there for long.
+#[derive(Debug)]
+pub(crate) struct SetUp {
+    pub(crate) connect: Option<End>,
+    pub(crate) accept: Option<End>,
+    /// The longest that one call took.
+    pub(crate) slowest_call: Duration,
+}
+
+impl SetUp {
+    /// Both comms, sending end first.
+    pub(crate) fn comms(&self) -> (Comm, Comm) {
+        match (&self.connect, &self.accept) {
+            (Some(Ok(send)), Some(Ok(recv))) => (*send, *recv),
+            _ => panic!("the set-up failed: {self:?}"),
+        }
+    }
+}
+
+impl Plugin {
+    pub(crate) fn load() -> Self {
+        let library = dlopen(&dist("lib/libnccl-net-rdma.so"));
+        // SAFETY: a live library and a C string.
+        let symbol = unsafe { libc::dlsym(library, c"ncclNetPlugin_v8".as_ptr()) };
+        assert!(!symbol.is_null());
+        // SAFETY: the symbol is a table of version 8.
+        let table = unsafe { ptr::read(symbol.cast::<ncclNet_v8_t>()) };
+        Self { library, table }
+    }
+
+    /// Loads and starts it; the test can't do without.
+    pub(crate) fn started() -> Self {
+        let plugin = Self::load();
+        plugin.init().unwrap();
+        plugin
+    }
+
+    pub(crate) fn init(&self) -> Result<(), ncclResult_t> {
+        type Fixed =
+            unsafe extern "C" fn(ncclDebugLogLevel, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
+        // SAFETY: see `log`.
+        let logger = unsafe { std::mem::transmute::<Fixed, ncclDebugLogger_t>(log) };
+        // SAFETY: a logger that lives for ever.
+        ok(unsafe { self.table.init.unwrap()(logger) })
+    }
+
+    pub(crate) fn devices(&self) -> c_int {
+        let mut count = -1;
+        // SAFETY: one int to write.
+        ok(unsafe { self.table.devices.unwrap()(&raw mut count) }).unwrap();
+        count
+    }
+
+    pub(crate) fn properties(&self, dev: c_int) -> Properties {
+        let mut raw = MaybeUninit::<ncclNetProperties_v8_t>::zeroed();
+        // SAFETY: one struct to write.
+        ok(unsafe { self.table.getProperties.unwrap()(dev, raw.as_mut_ptr()) }).unwrap();
+        // SAFETY: zero is valid, and the call filled it.
+        let raw = unsafe { raw.assume_init() };
+        // SAFETY: the name is a C string that outlives the call.
+        let name = unsafe { CStr::from_ptr(raw.name) }.to_string_lossy().into_owned();
+        Properties { name, speed: raw.speed }
+    }
+
+    /// Names of all devices, in order.
+    pub(crate) fn names(&self) -> Vec<String> {
+        (0..self.devices()).map(|d| self.properties(d).name).collect()
+    }
+
+    /// The device of that name.
+    pub(crate) fn find(&self, name: &str) -> c_int {
+        (0..self.devices()).find(|&d| self.properties(d).name == name).unwrap()
+    }
+
+    pub(crate) fn listen(&self, dev: c_int) -> Result<(Comm, Handle), ncclResult_t> {
+        let mut handle = [0u8; 128];
+        let mut comm = ptr::null_mut();
+        // SAFETY: 128 bytes and one pointer to write.
+        ok(unsafe { self.table.listen.unwrap()(dev, handle.as_mut_ptr().cast(), &raw mut comm) })?;
+        assert!(!comm.is_null());
+        Ok((comm, handle))
+    }
+
+    /// One call.
+    pub(crate) fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<Comm>, ncclResult_t> {
+        let (mut comm, mut device) = (ptr::null_mut(), ptr::null_mut());
+        let connect = self.table.connect.unwrap();
+        // SAFETY: the handle and two pointers to write.
+        let code = unsafe { connect(dev, handle.as_mut_ptr().cast(), &raw mut comm, &raw mut device) };
+        assert!(code == ncclResult_t::ncclSuccess || comm.is_null(), "an error and a comm");
+        ok(code).map(|()| (!comm.is_null()).then_some(comm))
+    }
+
+    /// One call.
+    pub(crate) fn accept(&self, listener: Comm) -> Result<Option<Comm>, ncclResult_t> {
+        let (mut comm, mut device) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: an open listener and two pointers to write.
+        let code = unsafe { self.table.accept.unwrap()(listener, &raw mut comm, &raw mut device) };
+        assert!(code == ncclResult_t::ncclSuccess || comm.is_null(), "an error and a comm");
+        ok(code).map(|()| (!comm.is_null()).then_some(comm))
+    }
+
+    /// Calls connect and accept in turn until both have a result, or one has and the other is left waiting for `patience`.
+    pub(crate) fn set_up(&self, from: c_int, to: c_int, patience: Duration) -> SetUp {
+        let (listener, mut handle) = self.listen(to).unwrap();
+        let mut up = SetUp { connect: None, accept: None, slowest_call: Duration::ZERO };
+        let start = Instant::now();
+        let mut one_done = None;
+        loop {
+            let before = Instant::now();
+            if up.connect.is_none() {
+                up.connect = self.connect(from, &mut handle).transpose();
+                up.slowest_call = up.slowest_call.max(before.elapsed());
+            }
+            let before = Instant::now();
+            if up.accept.is_none() {
+                up.accept = self.accept(listener).transpose();
+                up.slowest_call = up.slowest_call.max(before.elapsed());
+            }
+            if up.connect.is_some() && up.accept.is_some() {
+                break;
+            }
+            if up.connect.is_some() || up.accept.is_some() {
+                let since = *one_done.get_or_insert_with(Instant::now);
+                if since.elapsed() > patience {
+                    break;
+                }
+            }
+            assert!(start.elapsed() < PATIENCE, "neither end came to a result");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        self.close_listen(listener);
+        up
+    }
+
+    /// A connection that works.
+    pub(crate) fn pair(&self, from: c_int, to: c_int) -> (Comm, Comm) {
+        self.set_up(from, to, PATIENCE).comms()
+    }
+
+    pub(crate) fn reg_mr(&self, comm: Comm, data: &[u8]) -> Result<Comm, ncclResult_t> {
+        let mut handle = ptr::null_mut();
+        let at = data.as_ptr().cast_mut().cast();
+        // SAFETY: an open comm, memory that the caller keeps until deregistration, one pointer to write.
+        ok(unsafe { self.table.regMr.unwrap()(comm, at, data.len(), 1, &raw mut handle) })?;
+        assert!(!handle.is_null());
+        Ok(handle)
+    }
+
+    pub(crate) fn dereg_mr(&self, comm: Comm, handle: Comm) {
+        // SAFETY: a registration of this comm.
+        ok(unsafe { self.table.deregMr.unwrap()(comm, handle) }).unwrap();
+    }
+
+    /// One call; None: again.
+    pub(crate) fn isend(
+        &self,
+        comm: Comm,
+        data: &[u8],
+        tag: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
+        let mut request = ptr::null_mut();
+        let size = c_int::try_from(data.len()).unwrap();
+        let at = data.as_ptr().cast_mut().cast();
+        // SAFETY: registered memory that the caller keeps until the request is done.
+        ok(unsafe { self.table.isend.unwrap()(comm, at, size, tag, memory, &raw mut request) })?;
+        Ok((!request.is_null()).then_some(request))
+    }
+
+    /// One call; None: again.
+    pub(crate) fn irecv(
+        &self,
+        comm: Comm,
+        data: &mut [u8],
+        tag: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
+        let mut request = ptr::null_mut();
+        let (mut at, mut memory, mut tag) = (data.as_mut_ptr().cast(), memory, tag);
+        let mut size = c_int::try_from(data.len()).unwrap();
+        let irecv = self.table.irecv.unwrap();
+        // SAFETY: as in isend; arrays of one.
+        ok(unsafe { irecv(comm, 1, &raw mut at, &raw mut size, &raw mut tag, &raw mut memory, &raw mut request) })?;
+        Ok((!request.is_null()).then_some(request))
+    }
+
+    /// One call: the size once done.
+    pub(crate) fn test(&self, request: Comm) -> Result<Option<c_int>, ncclResult_t> {
+        let (mut done, mut sizes) = (0, [0; 8]);
+        // SAFETY: an open request and room for 8 sizes.
+        ok(unsafe { self.table.test.unwrap()(request, &raw mut done, sizes.as_mut_ptr()) })?;
+        Ok((done != 0).then_some(sizes[0]))
+    }
+
+    /// Tests until it is done or fails.
+    pub(crate) fn finish(&self, request: Comm) -> Result<c_int, ncclResult_t> {
+        until("a request", || self.test(request).transpose())
+    }
+
+    pub(crate) fn close_send(&self, comm: Comm) {
+        // SAFETY: an open send comm, not used afterwards.
+        ok(unsafe { self.table.closeSend.unwrap()(comm) }).unwrap();
+    }
+
+    pub(crate) fn close_recv(&self, comm: Comm) {
+        // SAFETY: an open recv comm, not used afterwards.
+        ok(unsafe { self.table.closeRecv.unwrap()(comm) }).unwrap();
+    }
+
+    pub(crate) fn close_listen(&self, comm: Comm) {
+        // SAFETY: an open listener, not used afterwards.
+        ok(unsafe { self.table.closeListen.unwrap()(comm) }).unwrap();
+    }
+
+    /// Sends `data` over the connection and checks that exactly it arrives; the ends of both sides.
+    pub(crate) fn carry(&self, (send, recv): (Comm, Comm), data: &[u8]) {
+        let mut room = vec![0x5a; data.len() + 64];
+        let (from, to) = (self.reg_mr(send, data).unwrap(), self.reg_mr(recv, &room).unwrap());
+        let receive = until("irecv", || self.irecv(recv, &mut room[..data.len()], 3, to).unwrap());
+        let sent = until("isend", || self.isend(send, data, 3, from).unwrap());
+        let (mut at_receiver, mut at_sender) = (None, None);
+        until("both ends", || {
+            at_receiver = at_receiver.take().or_else(|| self.test(receive).unwrap());
+            at_sender = at_sender.take().or_else(|| self.test(sent).unwrap());
+            (at_receiver.is_some() && at_sender.is_some()).then_some(())
+        });
+        assert_eq!(at_receiver, Some(c_int::try_from(data.len()).unwrap()));
+        assert!(room[..data.len()] == *data, "the bytes differ");
+        assert!(room[data.len()..].iter().all(|&b| b == 0x5a), "written past the end");
+        self.dereg_mr(send, from);
+        self.dereg_mr(recv, to);
+    }
+
+    pub(crate) fn close(&self, (send, recv): (Comm, Comm)) {
+        self.close_send(send);
+        self.close_recv(recv);
+    }
+}
+
+/// Bytes that differ by position.
+pub(crate) fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|i| (i.wrapping_mul(2_654_435_761) >> 13).to_le_bytes()[0]).collect()
+}
