@@ -262,7 +262,9 @@ pub fn discover(config: &Config) -> Discovery {
     let ports: Vec<(&str, u8)> = seen.iter().map(|(n, p)| (n.as_str(), *p)).collect();
     found.warnings.extend(filter.audit(&ports).iter().map(ToString::to_string));
     if config.ib_device_pci_order {
-        candidates.sort_by_cached_key(|c| (pci::order(c.pci_path.as_deref()), c.port.name.len(), c.port.name.clone(), c.port.num));
+        candidates.sort_by_cached_key(|c| {
+            (pci::order(c.pci_path.as_deref()), c.port.name.len(), c.port.name.clone(), c.port.num)
+        });
     }
     form_devices(candidates, config, &mut found);
     found

@@ -68,7 +68,8 @@ fn say_once(choice: &ifaces::Choice) {
         for warning in &choice.warnings {
             tracing::warn!(target: "init", "{warning}");
         }
-        let rejected: Vec<String> = choice.rejected.iter().map(|r| format!("{} {} ({})", r.name, r.addr, r.why)).collect();
+        let rejected: Vec<String> =
+            choice.rejected.iter().map(|r| format!("{} {} ({})", r.name, r.addr, r.why)).collect();
         let rest = if rejected.is_empty() { String::new() } else { format!("; not {}", rejected.join(", ")) };
         tracing::info!(target: "init", "connection set-up over {} {}: {}{rest}", choice.name, choice.addr, choice.why);
     });
