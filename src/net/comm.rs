@@ -224,8 +224,8 @@ impl Base {
         if !complete {
             self.fence();
         }
-        for port in &self.ports {
-            port.events.forget(self.qps.qp_nums());
+        for (rail, port) in self.ports.iter().enumerate() {
+            port.events.forget(self.qps.qp_nums(rail));
         }
         self.control.close();
     }

@@ -322,10 +322,9 @@ pub(super) fn base(
     peer: Who,
     config: &Config,
 ) -> Result<Base, NetError> {
-    // One port may serve several rails of the set, and each rail has its own QPs: every number is told to every port's
-    // device, where the others are never heard of.
-    for port in &ports {
-        port.events.remember(port.num, qps.qp_nums(), &alert);
+    // Devices number their QPs each for itself.
+    for (rail, port) in ports.iter().enumerate() {
+        port.events.remember(port.num, qps.qp_nums(rail), &alert);
     }
     let control =
         Watcher::global().and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer)))).map_err(

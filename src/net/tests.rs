@@ -1,0 +1,115 @@
+//! Connections of the engine over soft-hca, both ends in this process.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// Nothing here takes so long unless it hangs.
+const LONG: Duration = Duration::from_secs(20);
+
+/// Two devices of one port each.
+const FABRIC: &str = r#"
+[[host]]
+name = "a"
+[[host.device]]
+name = "soft_0"
+[[host.device.port]]
+link_layer = "Ethernet"
+gids = [{ index = 0, gid = "::ffff:10.0.0.1", type = "RoCE v2" }]
+[[host.device]]
+name = "soft_1"
+[[host.device.port]]
+link_layer = "Ethernet"
+gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
+"#;
+
+/// The adapter, built beside this test in whatever profile and target directory that is.
+fn library() -> &'static str {
+    static PATH: OnceLock<String> = OnceLock::new();
+    PATH.get_or_init(|| {
+        let deps = std::env::current_exe().expect("own path").parent().expect("deps").to_owned();
+        let profile_dir = deps.parent().expect("profile");
+        let profile = match profile_dir.file_name().and_then(|n| n.to_str()).expect("name") {
+            "debug" => "dev",
+            other => other,
+        };
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let built = Command::new(cargo)
+            .args(["build", "--quiet", "-p", "soft-hca-verbs", "--profile", profile, "--target-dir"])
+            .arg(profile_dir.parent().expect("target"))
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .status()
+            .expect("cargo");
+        assert!(built.success());
+        extern "C" fn remove() {
+            let _ = std::fs::remove_dir_all(scratch());
+        }
+        let scratch = scratch();
+        std::fs::create_dir_all(&scratch).expect("a directory");
+        // SAFETY: the function stays where it is.
+        unsafe { libc::atexit(remove) };
+        let fabric = scratch.join("fabric.toml");
+        std::fs::write(&fabric, FABRIC).expect("a file");
+        for (name, value) in [
+            ("SOFT_HCA_FABRIC", fabric.as_os_str()),
+            ("SOFT_HCA_REGISTRY", scratch.as_os_str()),
+            ("SOFT_HCA_HOST", "a".as_ref()),
+        ] {
+            // SAFETY: the other tests read the environment through std only, which locks.
+            unsafe { std::env::set_var(name, value) };
+        }
+        let path = profile_dir.join("libsoft_hca_verbs.so").to_string_lossy().into_owned();
+        // It reads its fabric now.
+        let library = crate::verbs::Library::load(Some(path.as_ref())).expect("the adapter");
+        assert_eq!(library.devices().expect("devices").len(), 2);
+        path
+    })
+}
+
+/// Of this process: the adapter's registry and fabric.
+fn scratch() -> PathBuf {
+    std::env::temp_dir().join(format!("nccl-net-rdma-test-{}", std::process::id()))
+}
+
+pub(super) fn engine(settings: &[(&str, &str)]) -> Engine {
+    let lookup = |name: &str| match name {
+        "NCCL_IBVERBS_LIB" => Some(library().to_owned()),
+        "NCCL_SOCKET_IFNAME" => Some("lo".to_owned()),
+        _ => settings.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()),
+    };
+    let (config, warnings) = Config::load(&lookup, std::iter::empty());
+    assert!(warnings.is_empty(), "{warnings:?}");
+    let found = discover(&config);
+    assert!(!found.devices.is_empty(), "{:?}", found.left_out);
+    Engine { config, devices: found.devices, connecting: DashMap::new() }
+}
+
+fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
+    let start = Instant::now();
+    loop {
+        if let Some(result) = f() {
+            return result;
+        }
+        assert!(start.elapsed() < LONG, "{what}: timed out");
+        std::thread::sleep(Duration::from_micros(100));
+    }
+}
+
+/// The sending and the receiving comm of a connection of device 0 with itself.
+pub(super) fn connection(engine: &Engine) -> (Box<Comm>, Box<Comm>) {
+    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    let (mut send, mut recv) = (None, None);
+    until("connection", || {
+        if send.is_none() {
+            send = engine.connect(0, &mut handle).expect("connect");
+        }
+        if recv.is_none() {
+            recv = engine.accept(&mut listener).expect("accept");
+        }
+        (send.is_some() && recv.is_some()).then_some(())
+    });
+    (send.expect("above"), recv.expect("above"))
+}
