@@ -150,13 +150,22 @@ impl Base {
         let error = self.describe(fault);
         if self.alert.fail(error.clone()) {
             tracing::warn!(target: "init", "{}", error.text);
-            self.control.send(kind::FAILED, error.text.as_bytes());
-            self.fence();
+            self.halt(&error);
             return error;
         }
         match self.alert.attention() {
             Some(Attention::Failed(cause)) => cause,
             _ => error,
+        }
+    }
+
+    /// Ends the traffic and tells the peer why, once. The thread that reads device events only raises the alert, so the
+    /// next call comes here too.
+    #[cold]
+    fn halt(&self, cause: &NetError) {
+        if !self.fenced.load(Ordering::Acquire) {
+            self.control.send(kind::FAILED, cause.text.as_bytes());
+            self.fence();
         }
     }
 
@@ -444,7 +453,10 @@ impl SendComm {
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
         match self.base.alert.attention() {
             None => Ok(()),
-            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::Failed(cause)) => {
+                self.base.halt(&cause);
+                Err(cause)
+            }
             Some(Attention::PeerClosed { received, .. }) => {
                 sender.settle(received);
                 if starting {
@@ -472,7 +484,10 @@ impl RecvComm {
     #[cold]
     fn mind(&self) -> Result<(), NetError> {
         match self.base.alert.attention() {
-            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::Failed(cause)) => {
+                self.base.halt(&cause);
+                Err(cause)
+            }
             _ => Ok(()),
         }
     }
@@ -488,5 +503,71 @@ impl RecvComm {
             )),
             _ => Ok(Tested::Pending),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::tests::{connection, engine, until};
+
+    /// Registers an array on a comm; it must outlive the comm.
+    fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Box<MrHandle> {
+        // SAFETY: by this function's contract.
+        unsafe { comm.register(array.as_ptr() as u64, N) }.expect("a registration")
+    }
+
+    fn isend(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
+        // SAFETY: the tests make one call at a time; the arrays outlive the comms.
+        unsafe { comm.isend(data.as_ptr() as u64, 8, 0, mr) }
+    }
+
+    fn irecv(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
+        let mut buffers = Buffers::new();
+        buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
+        // SAFETY: as in isend.
+        unsafe { comm.irecv(&buffers) }
+    }
+
+    fn test(request: Request) -> Result<Tested, NetError> {
+        // SAFETY: the tests test open requests of open comms.
+        unsafe { Comm::test(request) }
+    }
+
+    fn close(comm: Box<Comm>) {
+        // SAFETY: nothing else runs on it.
+        unsafe { comm.close() };
+    }
+
+    #[test]
+    fn what_a_device_event_ended_is_told_to_the_peer() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        // As the background thread does.
+        send.base().alert.fail(NetError::new(Code::System, "QP_FATAL"));
+        let error = isend(&send, &from, &send_mr).expect_err("it failed");
+        assert_eq!(error.text, "QP_FATAL");
+        let told = until("the peer's error", || test(receive).err());
+        assert!(told.text.contains("QP_FATAL"), "{told}");
+        close(send);
+        close(recv);
+    }
+
+    #[test]
+    fn memory_given_back_with_traffic_open_ends_both_sides() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        assert!(test(receive).is_err());
+        until("the sender's error", || isend(&send, &from, &send_mr).err());
+        assert_eq!(to, [0; 8]);
+        close(recv);
+        close(send);
     }
 }

@@ -87,7 +87,7 @@ pub(super) fn engine(settings: &[(&str, &str)]) -> Engine {
     Engine { config, devices: found.devices, connecting: DashMap::new() }
 }
 
-fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
+pub(super) fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
     let start = Instant::now();
     loop {
         if let Some(result) = f() {
