@@ -147,7 +147,12 @@ impl Base {
         {
             return cause;
         }
-        let error = self.describe(fault);
+        self.end(self.describe(fault))
+    }
+
+    /// Ends the connection with an error, unless it had an earlier one; the first cause is printed.
+    #[cold]
+    fn end(&self, error: NetError) -> NetError {
         if self.alert.fail(error.clone()) {
             tracing::warn!(target: "init", "{}", error.text);
             self.halt(&error);
@@ -460,7 +465,8 @@ impl SendComm {
             Some(Attention::PeerClosed { received, .. }) => {
                 sender.settle(received);
                 if starting {
-                    return Err(NetError::new(Code::Remote, format!("peer {} closed the connection", self.base.peer)));
+                    let text = format!("peer {} closed the connection; a send was still to come", self.base.peer);
+                    return Err(self.base.end(NetError::new(Code::Remote, text)));
                 }
                 Ok(())
             }
@@ -497,10 +503,10 @@ impl RecvComm {
     fn abandoned(&self) -> Result<Tested, NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => Err(cause),
-            Some(Attention::PeerClosed { over: true, .. }) => Err(NetError::new(
-                Code::Remote,
-                format!("peer {} closed the connection; a receive is still open", self.base.peer),
-            )),
+            Some(Attention::PeerClosed { over: true, .. }) => {
+                let text = format!("peer {} closed the connection; a receive is still open", self.base.peer);
+                Err(self.base.end(NetError::new(Code::Remote, text)))
+            }
             _ => Ok(Tested::Pending),
         }
     }
@@ -509,7 +515,7 @@ impl RecvComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::tests::{connection, engine, until};
+    use crate::net::tests::{Warnings, connection, engine, until};
 
     /// Registers an array on a comm; it must outlive the comm.
     fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Box<MrHandle> {
@@ -569,5 +575,40 @@ mod tests {
         assert_eq!(to, [0; 8]);
         close(recv);
         close(send);
+    }
+
+    #[test]
+    fn a_send_after_the_peer_closed_says_so_once() {
+        let engine = engine(&[]);
+        let from = [1; 8];
+        let (send, recv) = connection(&engine);
+        let mr = register(&send, &from);
+        close(recv);
+        let warnings = Warnings::default();
+        let _guard = tracing::subscriber::set_default(warnings.clone());
+        until("the peer's last word", || send.base().alert.has_closed().then_some(()));
+        for _ in 0..3 {
+            let error = isend(&send, &from, &mr).expect_err("nobody receives");
+            assert!(error.text.contains("closed the connection"), "{error}");
+        }
+        assert_eq!(warnings.take().len(), 1);
+        close(send);
+    }
+
+    #[test]
+    fn a_receive_that_never_comes_says_so_once() {
+        let engine = engine(&[]);
+        let mut to = [0; 8];
+        let (send, recv) = connection(&engine);
+        let mr = register(&recv, &to);
+        let receive = irecv(&recv, &mut to, &mr).expect("no fault").expect("room");
+        close(send);
+        let warnings = Warnings::default();
+        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let first = until("the error", || test(receive).err());
+        assert!(first.text.contains("a receive is still open"), "{first}");
+        assert_eq!(test(receive).expect_err("it stays"), first);
+        assert_eq!(warnings.take(), [first.text]);
+        close(recv);
     }
 }
