@@ -422,7 +422,7 @@ impl Comm {
                         .map(|done| if done { Tested::Flushed } else { Tested::Pending })
                 };
                 match tested {
-                    Ok(Tested::Pending) if alarmed => comm.abandoned(),
+                    Ok(Tested::Pending) if alarmed && index < RECV_REQUESTS => comm.abandoned(),
                     Ok(tested) => Ok(tested),
                     Err(fault) => Err(comm.base.fail(&fault)),
                 }
@@ -545,6 +545,15 @@ mod tests {
         unsafe { comm.close() };
     }
 
+    /// Carries 8 bytes.
+    fn transfer(ends: &(Box<Comm>, Box<Comm>), from: &[u8; 8], to: &mut [u8; 8], mrs: (&MrHandle, &MrHandle)) {
+        let receive = irecv(&ends.1, to, mrs.1).expect("no fault").expect("room");
+        let send = until("a credit", || isend(&ends.0, from, mrs.0).expect("no fault"));
+        until("the send", || (test(send).expect("no fault") == Tested::Sent { size: 8 }).then_some(()));
+        until("the receive", || (test(receive).expect("no fault") != Tested::Pending).then_some(()));
+        assert_eq!(from, to);
+    }
+
     #[test]
     fn what_a_device_event_ended_is_told_to_the_peer() {
         let engine = engine(&[]);
@@ -609,6 +618,28 @@ mod tests {
         assert!(first.text.contains("a receive is still open"), "{first}");
         assert_eq!(test(receive).expect_err("it stays"), first);
         assert_eq!(warnings.take(), [first.text]);
+        close(recv);
+    }
+
+    #[test]
+    fn a_flush_does_not_need_the_peer() {
+        let engine = engine(&[("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let ends = connection(&engine);
+        let mrs = (register(&ends.0, &from), register(&ends.1, &to));
+        transfer(&ends, &from, &mut to, (&mrs.0, &mrs.1));
+        let (send, recv) = ends;
+        close(send);
+        until("the peer's last word to be old", || {
+            matches!(recv.base().alert.attention(), Some(Attention::PeerClosed { over: true, .. })).then_some(())
+        });
+        for _ in 0..100 {
+            let mut buffers = Buffers::new();
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &mrs.1);
+            // SAFETY: as in isend.
+            let flush = unsafe { recv.iflush(&buffers) }.expect("no fault").expect("a flush");
+            until("the flush", || (test(flush).expect("no fault") == Tested::Flushed).then_some(()));
+        }
         close(recv);
     }
 }
