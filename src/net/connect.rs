@@ -85,7 +85,7 @@ impl Connecting {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
         let deadline = now + config.connect_timeout;
-        let connector = Connector::new(handle, None, now, deadline.min(now + DIAL));
+        let connector = Connector::new(handle, None, now, deadline).reach_by(now + DIAL);
         // The ring for as many rails as the two sides can agree on, on each of them.
         let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
             .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;

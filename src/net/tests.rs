@@ -10,7 +10,7 @@ use super::*;
 /// Nothing here takes so long unless it hangs.
 const LONG: Duration = Duration::from_secs(20);
 
-/// Two devices of one port each.
+/// Devices of one port each; the last has room for few QPs.
 const FABRIC: &str = r#"
 [[host]]
 name = "a"
@@ -24,6 +24,12 @@ name = "soft_1"
 [[host.device.port]]
 link_layer = "Ethernet"
 gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
+[[host.device]]
+name = "soft_2"
+max_qp = 2
+[[host.device.port]]
+link_layer = "Ethernet"
+gids = [{ index = 0, gid = "::ffff:10.0.2.1", type = "RoCE v2" }]
 "#;
 
 /// The adapter, built beside this test in whatever profile and target directory that is.
@@ -64,7 +70,7 @@ fn library() -> &'static str {
         let path = profile_dir.join("libsoft_hca_verbs.so").to_string_lossy().into_owned();
         // It reads its fabric now.
         let library = crate::verbs::Library::load(Some(path.as_ref())).expect("the adapter");
-        assert_eq!(library.devices().expect("devices").len(), 2);
+        assert_eq!(library.devices().expect("devices").len(), 3);
         path
     })
 }
@@ -146,4 +152,49 @@ impl tracing::Subscriber for Warnings {
     }
     fn enter(&self, _: &tracing::span::Id) {}
     fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn a_sender_may_close_before_accept_has_finished() {
+    let engine = engine(&[]);
+    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    let send = until("connect", || {
+        let send = engine.connect(0, &mut handle).expect("connect");
+        if send.is_none() {
+            assert!(engine.accept(&mut listener).expect("accept").is_none());
+        }
+        send
+    });
+    // SAFETY: nothing runs on it.
+    unsafe { send.close() };
+    let recv = until("accept", || engine.accept(&mut listener).expect("accept"));
+    let data = [0u8; 8];
+    // SAFETY: the array outlives the comm.
+    let mr = unsafe { recv.register(data.as_ptr() as u64, 8) }.expect("a registration");
+    let mut buffers = Buffers::new();
+    buffers.push(data.as_ptr() as u64, 8, 0, &mr);
+    // SAFETY: one call at a time.
+    let request = unsafe { recv.irecv(&buffers) }.expect("no fault").expect("room");
+    // SAFETY: as above.
+    until("the error", || unsafe { Comm::test(request) }.err());
+    // SAFETY: nothing runs on it.
+    unsafe { recv.close() };
+}
+
+/// Only a host that can't be reached is given up sooner than the limit of the set-up: a process may be slow to accept.
+#[test]
+fn a_peer_that_is_slow_to_accept_is_waited_for() {
+    let engine = engine(&[]);
+    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    for _ in 0..100 {
+        assert!(engine.connect(0, &mut handle).expect("connect").is_none());
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    let id = *engine.connecting.iter().next().expect("it is under way").key();
+    let (_, connecting) = engine.connecting.remove(&id).expect("it is under way");
+    let later = Instant::now() + Duration::from_secs(100);
+    let Ok(connect::Step::Again(connecting)) = connecting.step(&engine.config, later) else { panic!("it gave up") };
+    let too_late = Instant::now() + Duration::from_secs(400);
+    assert!(connecting.step(&engine.config, too_late).is_err());
+    assert!(engine.accept(&mut listener).expect("accept").is_none());
 }
