@@ -12,7 +12,7 @@ use crate::rendezvous::{Channel, HANDLE_BYTES, Limits, Listener};
 use crate::topology::{ifaces, rails};
 use crate::transfer::credit::{CreditRing, Stride};
 use crate::transfer::{QpSet, Receiver, ReceiverParts};
-use crate::verbs::Access;
+use crate::verbs::{Access, Mr, Qp, Rts};
 
 use super::alert::Alert;
 use super::comm::{Comm, RecvComm};
@@ -227,34 +227,56 @@ fn small(rail: usize) -> u8 {
     u8::try_from(rail).unwrap_or(u8::MAX)
 }
 
-fn finish(channel: Channel, draft: Draft, offer: &Hello, device: &str, config: &Config) -> Result<Box<Comm>, NetError> {
+/// Memory and QPs that only this side has.
+struct Own {
+    shadow: (Mr, Pages),
+    /// Landing place of flushes, and by rail the QP that makes them, with the place and its key.
+    landing: Option<(Vec<Mr>, Pages)>,
+    loopbacks: Vec<Option<(Qp<Rts>, u64, u32)>>,
+}
+
+impl Own {
+    fn make(draft: &Draft, config: &Config) -> Result<Self, NetError> {
+        let ports = draft.ports();
+        let pages =
+            |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
+        let shadow = pages(Stride::for_rails(ports.len()).ring_bytes())?;
+        let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
+        let mut landing = None;
+        let mut loopbacks = Vec::new();
+        if config.force_flush {
+            let page = pages(64)?;
+            let mut mrs = Vec::with_capacity(ports.len());
+            for (rail, port) in ports.iter().enumerate() {
+                let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
+                loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
+                mrs.push(mr);
+            }
+            landing = Some((mrs, page));
+        }
+        Ok(Self { shadow: (shadow_mr, shadow), landing, loopbacks })
+    }
+}
+
+fn finish(
+    mut channel: Channel,
+    draft: Draft,
+    offer: &Hello,
+    device: &str,
+    config: &Config,
+) -> Result<Box<Comm>, NetError> {
+    // The peer has its comm already: it must hear why this one does not come.
+    let own = Own::make(&draft, config).map_err(|e| refuse_with(&mut channel, e))?;
+    let Own { shadow: (shadow_mr, shadow), landing, mut loopbacks } = own;
     let ports = draft.ports();
     let routes = draft.routes(&offer.rails);
-    let stride = Stride::for_rails(ports.len());
-    let pages =
-        |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
-    let shadow = pages(stride.ring_bytes())?;
-    let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
-    let can_flush = config.force_flush;
-    let mut loopbacks = Vec::new();
-    let mut landing = None;
-    if can_flush {
-        let page = pages(64)?;
-        let mut mrs = Vec::with_capacity(ports.len());
-        for (rail, port) in ports.iter().enumerate() {
-            let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
-            loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
-            mrs.push(mr);
-        }
-        landing = Some((mrs, page));
-    }
     let max_inline = draft.max_inline();
     let qps = draft.finish(|rail| loopbacks.get_mut(rail).and_then(Option::take))?;
     let qps = Arc::new(qps);
     let alert = Arc::new(Alert::default());
     announce("receiving", device, &qps, &ports, offer, &routes);
     // SAFETY: the pages are mapped, page aligned, and dropped after the receiver.
-    let ring = unsafe { CreditRing::new(shadow.base(), stride) };
+    let ring = unsafe { CreditRing::new(shadow.base(), Stride::for_rails(ports.len())) };
     let receiver = Receiver::new(ReceiverParts {
         post: Arc::clone(&qps),
         shadow: ring,
@@ -263,7 +285,7 @@ fn finish(channel: Channel, draft: Draft, offer: &Hello, device: &str, config: &
         ring_rkey: offer.rails[0].ring_rkey,
         lanes: qps.lanes(),
         max_inline,
-        can_flush,
+        can_flush: landing.is_some(),
     });
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm {
