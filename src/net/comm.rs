@@ -147,16 +147,30 @@ impl Base {
         {
             return cause;
         }
-        let error = self.describe(fault);
+        self.end(self.describe(fault))
+    }
+
+    /// Ends the connection with an error, unless it had an earlier one; the first cause is printed.
+    #[cold]
+    fn end(&self, error: NetError) -> NetError {
         if self.alert.fail(error.clone()) {
             tracing::warn!(target: "init", "{}", error.text);
-            self.control.send(kind::FAILED, error.text.as_bytes());
-            self.fence();
+            self.halt(&error);
             return error;
         }
         match self.alert.attention() {
             Some(Attention::Failed(cause)) => cause,
             _ => error,
+        }
+    }
+
+    /// Ends the traffic and tells the peer why, once. The thread that reads device events only raises the alert, so the
+    /// next call comes here too.
+    #[cold]
+    fn halt(&self, cause: &NetError) {
+        if !self.fenced.load(Ordering::Acquire) {
+            self.control.send(kind::FAILED, cause.text.as_bytes());
+            self.fence();
         }
     }
 
@@ -224,8 +238,8 @@ impl Base {
         if !complete {
             self.fence();
         }
-        for port in &self.ports {
-            port.events.forget(self.qps.qp_nums());
+        for (rail, port) in self.ports.iter().enumerate() {
+            port.events.forget(self.qps.qp_nums(rail));
         }
         self.control.close();
     }
@@ -408,7 +422,7 @@ impl Comm {
                         .map(|done| if done { Tested::Flushed } else { Tested::Pending })
                 };
                 match tested {
-                    Ok(Tested::Pending) if alarmed => comm.abandoned(),
+                    Ok(Tested::Pending) if alarmed && index < RECV_REQUESTS => comm.abandoned(),
                     Ok(tested) => Ok(tested),
                     Err(fault) => Err(comm.base.fail(&fault)),
                 }
@@ -444,11 +458,15 @@ impl SendComm {
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
         match self.base.alert.attention() {
             None => Ok(()),
-            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::Failed(cause)) => {
+                self.base.halt(&cause);
+                Err(cause)
+            }
             Some(Attention::PeerClosed { received, .. }) => {
                 sender.settle(received);
                 if starting {
-                    return Err(NetError::new(Code::Remote, format!("peer {} closed the connection", self.base.peer)));
+                    let text = format!("peer {} closed the connection; a send was still to come", self.base.peer);
+                    return Err(self.base.end(NetError::new(Code::Remote, text)));
                 }
                 Ok(())
             }
@@ -472,7 +490,10 @@ impl RecvComm {
     #[cold]
     fn mind(&self) -> Result<(), NetError> {
         match self.base.alert.attention() {
-            Some(Attention::Failed(cause)) => Err(cause),
+            Some(Attention::Failed(cause)) => {
+                self.base.halt(&cause);
+                Err(cause)
+            }
             _ => Ok(()),
         }
     }
@@ -482,11 +503,143 @@ impl RecvComm {
     fn abandoned(&self) -> Result<Tested, NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => Err(cause),
-            Some(Attention::PeerClosed { over: true, .. }) => Err(NetError::new(
-                Code::Remote,
-                format!("peer {} closed the connection; a receive is still open", self.base.peer),
-            )),
+            Some(Attention::PeerClosed { over: true, .. }) => {
+                let text = format!("peer {} closed the connection; a receive is still open", self.base.peer);
+                Err(self.base.end(NetError::new(Code::Remote, text)))
+            }
             _ => Ok(Tested::Pending),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::net::tests::{Warnings, connection, engine, until};
+
+    /// Registers an array on a comm; it must outlive the comm.
+    fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Box<MrHandle> {
+        // SAFETY: by this function's contract.
+        unsafe { comm.register(array.as_ptr() as u64, N) }.expect("a registration")
+    }
+
+    fn isend(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
+        // SAFETY: the tests make one call at a time; the arrays outlive the comms.
+        unsafe { comm.isend(data.as_ptr() as u64, 8, 0, mr) }
+    }
+
+    fn irecv(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
+        let mut buffers = Buffers::new();
+        buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
+        // SAFETY: as in isend.
+        unsafe { comm.irecv(&buffers) }
+    }
+
+    fn test(request: Request) -> Result<Tested, NetError> {
+        // SAFETY: the tests test open requests of open comms.
+        unsafe { Comm::test(request) }
+    }
+
+    fn close(comm: Box<Comm>) {
+        // SAFETY: nothing else runs on it.
+        unsafe { comm.close() };
+    }
+
+    /// Carries 8 bytes.
+    fn transfer(ends: &(Box<Comm>, Box<Comm>), from: &[u8; 8], to: &mut [u8; 8], mrs: (&MrHandle, &MrHandle)) {
+        let receive = irecv(&ends.1, to, mrs.1).expect("no fault").expect("room");
+        let send = until("a credit", || isend(&ends.0, from, mrs.0).expect("no fault"));
+        until("the send", || (test(send).expect("no fault") == Tested::Sent { size: 8 }).then_some(()));
+        until("the receive", || (test(receive).expect("no fault") != Tested::Pending).then_some(()));
+        assert_eq!(from, to);
+    }
+
+    #[test]
+    fn what_a_device_event_ended_is_told_to_the_peer() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        // As the background thread does.
+        send.base().alert.fail(NetError::new(Code::System, "QP_FATAL"));
+        let error = isend(&send, &from, &send_mr).expect_err("it failed");
+        assert_eq!(error.text, "QP_FATAL");
+        let told = until("the peer's error", || test(receive).err());
+        assert!(told.text.contains("QP_FATAL"), "{told}");
+        close(send);
+        close(recv);
+    }
+
+    #[test]
+    fn memory_given_back_with_traffic_open_ends_both_sides() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        assert!(test(receive).is_err());
+        until("the sender's error", || isend(&send, &from, &send_mr).err());
+        assert_eq!(to, [0; 8]);
+        close(recv);
+        close(send);
+    }
+
+    #[test]
+    fn a_send_after_the_peer_closed_says_so_once() {
+        let engine = engine(&[]);
+        let from = [1; 8];
+        let (send, recv) = connection(&engine);
+        let mr = register(&send, &from);
+        close(recv);
+        let warnings = Warnings::default();
+        let _guard = tracing::subscriber::set_default(warnings.clone());
+        until("the peer's last word", || send.base().alert.has_closed().then_some(()));
+        for _ in 0..3 {
+            let error = isend(&send, &from, &mr).expect_err("nobody receives");
+            assert!(error.text.contains("closed the connection"), "{error}");
+        }
+        assert_eq!(warnings.take().len(), 1);
+        close(send);
+    }
+
+    #[test]
+    fn a_receive_that_never_comes_says_so_once() {
+        let engine = engine(&[]);
+        let mut to = [0; 8];
+        let (send, recv) = connection(&engine);
+        let mr = register(&recv, &to);
+        let receive = irecv(&recv, &mut to, &mr).expect("no fault").expect("room");
+        close(send);
+        let warnings = Warnings::default();
+        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let first = until("the error", || test(receive).err());
+        assert!(first.text.contains("a receive is still open"), "{first}");
+        assert_eq!(test(receive).expect_err("it stays"), first);
+        assert_eq!(warnings.take(), [first.text]);
+        close(recv);
+    }
+
+    #[test]
+    fn a_flush_does_not_need_the_peer() {
+        let engine = engine(&[("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let ends = connection(&engine);
+        let mrs = (register(&ends.0, &from), register(&ends.1, &to));
+        transfer(&ends, &from, &mut to, (&mrs.0, &mrs.1));
+        let (send, recv) = ends;
+        close(send);
+        until("the peer's last word to be old", || {
+            matches!(recv.base().alert.attention(), Some(Attention::PeerClosed { over: true, .. })).then_some(())
+        });
+        for _ in 0..100 {
+            let mut buffers = Buffers::new();
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &mrs.1);
+            // SAFETY: as in isend.
+            let flush = unsafe { recv.iflush(&buffers) }.expect("no fault").expect("a flush");
+            until("the flush", || (test(flush).expect("no fault") == Tested::Flushed).then_some(()));
+        }
+        close(recv);
     }
 }

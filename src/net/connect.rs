@@ -103,10 +103,9 @@ impl Connecting {
     pub(super) fn start(device: &Device, handle: &Handle, config: &Config, now: Instant) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let deadline = now + config.connect_timeout;
-        let dial = |limit| Connector::new(handle, None, now, deadline.min(now + limit));
         let stage = match Side::make(device, config) {
-            Ok(side) => Stage::Dialing(dial(DIAL), side),
-            Err(e) => Stage::Declining(dial(TELL), e),
+            Ok(side) => Stage::Dialing(Connector::new(handle, None, now, deadline).reach_by(now + DIAL), side),
+            Err(e) => Stage::Declining(Connector::new(handle, None, now, deadline.min(now + TELL)), e),
         };
         Self { id: NEXT.fetch_add(1, Ordering::Relaxed), deadline, stage }
     }
@@ -339,10 +338,9 @@ pub(super) fn base(
     peer: Who,
     config: &Config,
 ) -> Result<Base, NetError> {
-    // One port may serve several rails of the set, and each rail has its own QPs: every number is told to every port's
-    // device, where the others are never heard of.
-    for port in &ports {
-        port.events.remember(port.num, qps.qp_nums(), &alert);
+    // Devices number their QPs each for itself.
+    for (rail, port) in ports.iter().enumerate() {
+        port.events.remember(port.num, qps.qp_nums(rail), &alert);
     }
     let control =
         Watcher::global().and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer)))).map_err(

@@ -165,6 +165,7 @@ fn name(kind: u32) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::net::tests::{connection, engine};
 
     #[test]
     fn an_event_of_one_qp_ends_its_connection_only() {
@@ -177,5 +178,26 @@ mod tests {
         events.forget([7].into_iter());
         events.fail("mlx5_0", "DEVICE_FATAL", |_, _| true);
         assert!(!b.has_failed());
+    }
+
+    /// Two devices number their QPs alike: what one device says of a number must not reach the owner of that number on the
+    /// other.
+    #[test]
+    fn each_device_knows_the_qps_on_itself_only() {
+        let engine = engine(&[("NCCL_NET_RDMA_RAILS", "soft_0+soft_1")]);
+        let (send, recv) = connection(&engine);
+        let known = |rail: usize| {
+            let mut known: Vec<u32> = engine.devices[0].rails[rail].events.state().comms.keys().copied().collect();
+            known.sort_unstable();
+            known
+        };
+        let (first, second) = (known(0), known(1));
+        // One at each end.
+        assert_eq!((first.len(), second.len()), (2, 2), "{first:x?} {second:x?}");
+        // SAFETY: nothing runs on them.
+        unsafe { send.close() };
+        // SAFETY: as above.
+        unsafe { recv.close() };
+        assert_eq!((known(0).len(), known(1).len()), (0, 0));
     }
 }

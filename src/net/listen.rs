@@ -311,3 +311,22 @@ fn finish(
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm { hot: UnsafeCell::new(receiver), base, _shadow: shadow, _landing: landing })))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::net::tests::{engine, until};
+
+    #[test]
+    fn a_listener_that_closes_ends_the_connect() {
+        let engine = engine(&[]);
+        let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+        until("a peer that has proved itself", || {
+            assert!(engine.connect(0, &mut handle).expect("connect").is_none());
+            assert!(engine.accept(&mut listener).expect("accept").is_none());
+            (!listener.peers.is_empty()).then_some(())
+        });
+        drop(listener);
+        until("the error", || engine.connect(0, &mut handle).err());
+        assert!(engine.connecting.is_empty());
+    }
+}

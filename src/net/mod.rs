@@ -12,6 +12,8 @@ mod endpoint;
 mod events;
 mod hello;
 mod listen;
+#[cfg(test)]
+mod tests;
 
 use std::ffi::{CStr, c_int};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};

@@ -20,6 +20,8 @@ pub struct Connector {
     local: Option<SocketAddr>,
     started: Instant,
     deadline: Instant,
+    /// When to give up on a listener that is out of reach.
+    reach: Instant,
     attempts: u32,
     /// Address of this side in the last attempt.
     used: Option<SocketAddr>,
@@ -93,7 +95,25 @@ impl Connector {
     /// system chooses where it is `None`. Nothing is done before the first poll.
     pub fn new(handle: &Handle, local: Option<SocketAddr>, now: Instant, deadline: Instant) -> Self {
         let state = State::Waiting { until: now };
-        Self { handle: *handle, local, started: now, deadline, attempts: 0, used: local, last: None, state }
+        Self {
+            handle: *handle,
+            local,
+            started: now,
+            deadline,
+            reach: deadline,
+            attempts: 0,
+            used: local,
+            last: None,
+            state,
+        }
+    }
+
+    /// Gives up sooner on a listener that is out of reach. One whose host has taken the connection is waited for until the
+    /// deadline: its process may be slow to accept.
+    #[must_use]
+    pub fn reach_by(mut self, reach: Instant) -> Self {
+        self.reach = reach.min(self.deadline);
+        self
     }
 
     /// What it is waiting for.
@@ -125,12 +145,12 @@ impl Connector {
             match self.step(now) {
                 Ok(Step::Next(state)) => self.state = state,
                 Ok(Step::Connected(channel)) => return Poll::Ready(Ok(channel)),
-                Ok(Step::Pending(state)) if now < self.deadline => {
+                Ok(Step::Pending(state)) if now < self.patience(&state) => {
                     self.state = state;
                     return Poll::Pending;
                 }
                 Ok(Step::Pending(_)) => return Poll::Ready(Err(self.failure(now, stage))),
-                Err(Failure::Again(e)) if socket::is_transient(&e) && now < self.deadline => self.back_off(now, e),
+                Err(Failure::Again(e)) if socket::is_transient(&e) && now < self.reach => self.back_off(now, e),
                 Err(Failure::Again(e)) => {
                     self.last = Some(e);
                     return Poll::Ready(Err(self.failure(now, stage)));
@@ -140,11 +160,16 @@ impl Connector {
         }
     }
 
+    fn patience(&self, state: &State) -> Instant {
+        match state {
+            State::Greeting(_) => self.deadline,
+            State::Waiting { .. } | State::Dialing(_) | State::Finished => self.reach,
+        }
+    }
+
     fn step(&mut self, now: Instant) -> Result<Step, Failure> {
         match std::mem::replace(&mut self.state, State::Finished) {
-            State::Waiting { until } if now < until || now >= self.deadline => {
-                Ok(Step::Pending(State::Waiting { until }))
-            }
+            State::Waiting { until } if now < until || now >= self.reach => Ok(Step::Pending(State::Waiting { until })),
             State::Waiting { .. } => {
                 self.attempts += 1;
                 let stream = socket::dial(self.handle.addr(), self.local)?;
@@ -173,7 +198,7 @@ impl Connector {
         let random = f64::from(getrandom::u32().unwrap_or(u32::MAX)) / f64::from(u32::MAX);
         let wait = wait.mul_f64(0.5 + random / 2.0);
         if self.last.is_none() {
-            let left = self.deadline.saturating_duration_since(now).as_secs();
+            let left = self.reach.saturating_duration_since(now).as_secs();
             tracing::info!(target: "init", "connection to {}: {e}; tried again for up to {left} s", self.handle.addr());
         }
         self.last = Some(e);

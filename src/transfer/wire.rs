@@ -132,9 +132,10 @@ impl QpSet {
         self.qp(i).num()
     }
 
-    /// Numbers of all QPs, the flush QPs too.
-    pub fn qp_nums(&self) -> impl Iterator<Item = u32> + '_ {
-        self.rails.iter().flat_map(|r| r.qps.iter().chain(r.flush.as_ref().map(|f| &f.0))).map(Qp::num)
+    /// Numbers of all QPs of a rail, the flush QP too.
+    pub fn qp_nums(&self, rail: usize) -> impl Iterator<Item = u32> + '_ {
+        let rail = &self.rails[rail];
+        rail.qps.iter().chain(rail.flush.as_ref().map(|f| &f.0)).map(Qp::num)
     }
 
     /// Stops all traffic: every QP to the error state. The first refusal is returned, the others are tried all the same.
