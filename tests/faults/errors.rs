@@ -107,6 +107,7 @@ fn the_first_cause_is_told_and_the_rest_is_not() {
     let env = [("SOFT_HCA_FAIL", "send_wr:6:REM_ACCESS_ERR/137")];
     alone(&Setting { fabric: Some(&fabric), env: &env }, |_| {
         let plugin = Plugin::started();
+        let other = plugin.pair(1, 0);
         let (send, recv) = plugin.pair(0, 1);
         let data = pattern(64 * 1024);
         let mut to = vec![0u8; 4 * data.len()];
@@ -134,7 +135,12 @@ fn the_first_cause_is_told_and_the_rest_is_not() {
         assert!(told.iter().all(|w| w.contains("REM_ACCESS_ERR") && w.contains("137 = 0x89")), "{told:#?}");
         plugin.dereg_mr(send, from_mr);
         plugin.dereg_mr(recv, to_mr);
+        // Other connections of the same devices go on.
+        plugin.carry(other, &data);
         plugin.close((send, recv));
+        plugin.carry(other, &data);
+        plugin.close(other);
+        assert_eq!(warnings().len(), 2, "{:#?}", warnings());
     });
 }
 

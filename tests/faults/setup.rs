@@ -44,7 +44,7 @@ macro_rules! set_up_failures {
 
 set_up_failures! {
     connect_fails_to_register_its_ring: "reg_mr:1:ENOMEM", ["ibv_reg_mr on soft0", "Cannot allocate memory"];
-    connect_fails_to_create_a_cq: "create_cq:1:ENOMEM", ["ibv_create_cq on soft0", "Cannot allocate memory"];
+    connect_fails_to_create_a_cq: "create_cq:1:ENOMEM", ["ibv_create_cq on soft0", "Cannot allocate memory", "memlock limit"];
     connect_fails_to_create_a_qp: "create_qp:1:EINVAL", ["ibv_create_qp on soft0", "Invalid argument"];
     connect_fails_to_take_its_qp_to_init: "modify_qp:1:EIO", ["ibv_modify_qp on soft0", "to INIT"];
     accept_fails_to_create_a_cq: "create_cq:2:ENOMEM", ["ibv_create_cq on soft1", "Cannot allocate memory"];
@@ -55,6 +55,122 @@ set_up_failures! {
     connect_fails_to_take_its_qp_to_rtr: "modify_qp:5:ENODEV", ["to RTR", "soft0:1", "GID index is empty"];
     connect_fails_to_take_its_qp_to_rts: "modify_qp:6:EIO", ["to RTS", "soft0:1"];
     accept_fails_to_register_its_ring: "reg_mr:2:ENOMEM", ["ibv_reg_mr on soft1", "Cannot allocate memory"];
+}
+
+/// Half-way through two rails, on either end: what was made for the first is given back.
+#[test]
+fn a_failure_on_the_second_rail_leaves_nothing_of_the_first() {
+    // Room for one connection: 2 QPs a device, of which one end uses one.
+    let tight = "max_qp = 1";
+    let fabric = host(
+        "a",
+        &[
+            roce("a0", "10.0.0.1", tight, ""),
+            roce("a1", "10.0.1.1", tight, ""),
+            roce("b0", "10.0.0.2", tight, ""),
+            roce("b1", "10.0.1.2", tight, ""),
+        ],
+    );
+    // In order: connecting a0, a1, accepting b0, b1. First connect fails at a1, then accept at b1.
+    let env = [
+        ("SOFT_HCA_FAIL", "create_qp:2:EINVAL,create_qp:6:EINVAL,create_qp:7:EINVAL"),
+        ("NCCL_NET_RDMA_RAILS", "a0+a1,b0+b1"),
+    ];
+    alone(&Setting { fabric: Some(&fabric), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let (from, to) = (plugin.find("a0+a1"), plugin.find("b0+b1"));
+        for device in ["a1", "b1"] {
+            forget_lines();
+            let up = plugin.set_up(from, to, SECONDS);
+            assert!(matches!(up.connect, Some(Err(_))) && matches!(up.accept, Some(Err(_))), "{up:?}");
+            assert_eq!(warnings_with(&format!("ibv_create_qp on {device}")).len(), 2, "{:#?}", warnings());
+        }
+        let pair = plugin.pair(from, to);
+        plugin.carry(pair, &pattern(3_000_001));
+        plugin.close(pair);
+    });
+}
+
+/// The QPs for flushes come last on the accepting end.
+#[test]
+fn accept_fails_to_create_its_flush_qp() {
+    let env = [("SOFT_HCA_FAIL", "create_qp:3:EINVAL,modify_qp:9:EIO"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")];
+    alone(&Setting { fabric: Some(&two()), env: &env }, |_| {
+        let plugin = Plugin::started();
+        for verb in ["ibv_create_qp on soft1", "ibv_modify_qp on soft1"] {
+            forget_lines();
+            let up = plugin.set_up(0, 1, SECONDS);
+            assert!(matches!(up.connect, Some(Err(_))) && matches!(up.accept, Some(Err(_))), "{up:?}");
+            assert_eq!(warnings_with(verb).len(), 2, "{:#?}", warnings());
+        }
+        let pair = plugin.pair(0, 1);
+        plugin.carry(pair, &pattern(100_000));
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn a_listener_that_is_gone_fails_the_connect_in_time() {
+    alone(&Setting { fabric: Some(&two()), env: &[("NCCL_NET_RDMA_CONNECT_TIMEOUT", "1")] }, |_| {
+        let plugin = Plugin::started();
+        let (listener, mut handle) = plugin.listen(1).unwrap();
+        plugin.close_listen(listener);
+        let start = std::time::Instant::now();
+        until("connect to fail", || plugin.connect(0, &mut handle).err());
+        assert!(start.elapsed() < SECONDS, "{:?}", start.elapsed());
+        let told = warnings();
+        assert_eq!(told.len(), 1, "{told:#?}");
+        assert!(told[0].contains("127.0.0.1:"), "{told:#?}");
+    });
+}
+
+/// The peer never calls accept: neither does the connect wait for ever, nor does the listener choke on it later.
+#[test]
+fn a_peer_that_does_not_accept_fails_the_connect_in_time() {
+    alone(&Setting { fabric: Some(&two()), env: &[("NCCL_NET_RDMA_CONNECT_TIMEOUT", "1")] }, |_| {
+        let plugin = Plugin::started();
+        let (listener, handle) = plugin.listen(1).unwrap();
+        let start = std::time::Instant::now();
+        let mut copy = handle;
+        until("connect to fail", || plugin.connect(0, &mut copy).err());
+        assert!(start.elapsed() < SECONDS, "{:?}", start.elapsed());
+        assert_eq!(warnings().len(), 1, "{:#?}", warnings());
+        plugin.close_listen(listener);
+    });
+}
+
+/// The connecting process dies in the middle of the set-up: its address never resolves, so it stays there.
+#[test]
+fn a_peer_that_dies_during_set_up_fails_the_accept() {
+    let fabric = [host("a", &[roce("a0", "10.0.0.1", "", "")]), host("b", &[roce("b0", "10.0.0.2", "", "")])].concat();
+    alone(&Setting { fabric: Some(&fabric), env: &[("SOFT_HCA_HOST", "a")] }, |room| {
+        let plugin = Plugin::started();
+        if room.role() == MAIN {
+            let mut other = room.start("b", &[("SOFT_HCA_HOST", "b"), ("SOFT_HCA_FAIL", "modify_qp:2+:ETIMEDOUT")]);
+            let (listener, handle) = plugin.listen(0).unwrap();
+            room.put("handle", &handle);
+            until("the peer to be stuck", || {
+                assert_eq!(plugin.accept(listener).unwrap(), None);
+                room.path("stuck").exists().then_some(())
+            });
+            other.kill();
+            let start = std::time::Instant::now();
+            until("accept to fail", || plugin.accept(listener).err());
+            assert!(start.elapsed() < SECONDS, "{:?}", start.elapsed());
+            let told = warnings();
+            assert_eq!(told.len(), 1, "{told:#?}");
+            assert!(told[0].contains("its process may have ended"), "{told:#?}");
+            plugin.close_listen(listener);
+        } else {
+            let mut handle: [u8; 128] = room.get("handle").try_into().unwrap();
+            until("the first refusal", || {
+                assert_eq!(plugin.connect(0, &mut handle).unwrap(), None);
+                (!warnings_with("trying again").is_empty()).then_some(())
+            });
+            room.put("stuck", b"");
+            std::thread::sleep(Duration::from_secs(60));
+        }
+    });
 }
 
 #[test]
