@@ -261,14 +261,13 @@ fn speeds(ports: &[Arc<Port>], peer: &[HelloRail]) -> [u32; MAX_RAILS] {
     speed
 }
 
-/// What both directions say once when a connection stands.
+/// What both directions say when a connection stands; of an MTU that differs once a peer, as it may have hundreds of them.
 pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>], peer: &Hello, routes: &[String]) {
     for (port, far) in ports.iter().zip(&peer.rails) {
         let (own, theirs) = (port.attr.active_mtu, u32::from(far.mtu));
         if own != theirs {
-            tracing::warn!(
-                target: "init",
-                "{}:{} has MTU {} and {}:{} of peer {} has {}: the connection uses the smaller",
+            port.warn_once(format!(
+                "{}:{} has MTU {} and {}:{} of peer {} has {}: connections use the smaller",
                 port.name,
                 port.num,
                 crate::topology::port::mtu_bytes(own),
@@ -276,7 +275,7 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
                 far.port,
                 peer.who,
                 crate::topology::port::mtu_bytes(theirs),
-            );
+            ));
         }
     }
     if tracing::enabled!(target: "init", tracing::Level::INFO) {

@@ -1,5 +1,6 @@
 //! Devices as NCCL is told of them: each a port, or a group of ports that one connection uses together (rails).
 
+use std::collections::HashSet;
 use std::ffi::{CString, c_int};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,6 +28,8 @@ pub(super) struct Port {
     pub(super) events: Arc<DeviceEvents>,
     /// The GID in use, and the GID_CHANGE count at which it was chosen.
     gid: Mutex<(u64, gid::Choice)>,
+    /// Warnings that are not repeated with every connection.
+    told: Mutex<HashSet<String>>,
     pub(super) registrar: Arc<Registrar>,
     pub(super) context: Arc<Context>,
 }
@@ -40,6 +43,15 @@ impl fmt::Debug for Port {
 impl Port {
     pub(super) fn link_layer(&self) -> LinkLayer {
         link_layer(&self.attr)
+    }
+
+    /// Prints a warning, once.
+    pub(super) fn warn_once(&self, text: String) {
+        let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
+        if !told.contains(&text) {
+            tracing::warn!(target: "init", "{text}");
+            told.insert(text);
+        }
     }
 
     /// The GID for a new connection: chosen anew after the table changed.
@@ -203,6 +215,8 @@ struct Candidate {
     pci_path: Option<String>,
 }
 
+const NOT_SELECTED: &str = "not selected by NCCL_IB_HCA";
+
 /// NCCL keeps a fixed array of this many.
 const MAX_DEVICES: usize = 128;
 
@@ -243,6 +257,12 @@ pub fn discover(config: &Config) -> Discovery {
     let mut candidates = Vec::new();
     for i in 0..list.len() {
         let name = list.name(i);
+        if !filter.accepts_device(&name) {
+            // Its ports stay unknown; it has a first one.
+            seen.push((name.clone(), 1));
+            found.left_out.push(LeftOut { name, why: NOT_SELECTED.into() });
+            continue;
+        }
         let context = match Context::open(&list, i) {
             Ok(context) => context,
             Err(e) => {
@@ -253,6 +273,7 @@ pub fn discover(config: &Config) -> Discovery {
                     _ => e.to_string(),
                 };
                 found.warnings.push(format!("{name} is left out: {why}"));
+                seen.push((name.clone(), 1));
                 found.left_out.push(LeftOut { name, why });
                 continue;
             }
@@ -297,7 +318,7 @@ fn look_at(
         let full = format!("{name}:{num}");
         seen.push((name.clone(), num));
         if !filter.accepts(&name, num).accepted {
-            leave(full, "not selected by NCCL_IB_HCA".into(), false);
+            leave(full, NOT_SELECTED.into(), false);
             continue;
         }
         let port_attr = match context.query_port(num) {
@@ -364,6 +385,7 @@ fn look_at(
                 pkey,
                 events: Arc::clone(events),
                 gid: Mutex::new((0, gid)),
+                told: Mutex::default(),
                 registrar: Arc::clone(registrar),
                 context: Arc::clone(context),
             }),

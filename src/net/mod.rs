@@ -97,9 +97,7 @@ impl Engine {
         let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
         let nccl_debug = std::env::var("NCCL_DEBUG").ok();
         observe::install(logger, nccl_debug.as_deref());
-        if let Ok(engine) = Self::get()
-            && !engine.devices.is_empty()
-        {
+        if Self::get().is_ok() {
             return Ok(());
         }
         let (config, warnings) = Config::from_process();
@@ -129,12 +127,16 @@ impl Engine {
         if found.devices.is_empty() {
             let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();
             let why = if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join("; ")) };
-            tracing::warn!(target: "init", "no RDMA device can be used{why}; NCCL goes on to its next transport");
+            let then = if config.strict {
+                "NCCL_NET_RDMA_STRICT is set: the job stops instead of falling back"
+            } else {
+                "NCCL goes on to its next transport"
+            };
+            tracing::warn!(target: "init", "no RDMA device can be used{why}; {then}");
         }
         let mut devices = found.devices;
         if config.strict && devices.is_empty() {
             // 0 devices or an error from here would only make NCCL fall back; a device that can't listen stops the job.
-            tracing::warn!(target: "init", "NCCL_NET_RDMA_STRICT is set: the job stops instead of falling back");
             devices.push(Device::unusable());
         }
         let engine = Self { config, devices, connecting: DashMap::with_shard_amount(4) };

@@ -87,6 +87,11 @@ impl Filter {
         }
     }
 
+    /// Whether any port of the device may be taken; if not, it need not be opened.
+    pub fn accepts_device(&self, name: &str) -> bool {
+        (1..=u8::MAX).any(|port| self.accepts(name, port).accepted)
+    }
+
     /// Entries that match nothing, or more than one would think; `ports` is everything that the machine has. A prefix that
     /// stands for a family ("mlx5") is meant so; one that is a device's name, or counts on in others, rarely is.
     pub fn audit(&self, ports: &[(&str, u8)]) -> Vec<Warning> {

@@ -2,6 +2,12 @@
 //! process of its own (see `rig`); those that load the plugin load dist/lib, so `ci/build` comes first.
 
 #[cfg(test)]
+mod devices;
+#[cfg(test)]
+mod errors;
+#[cfg(test)]
+mod leaks;
+#[cfg(test)]
 mod plugin;
 #[cfg(test)]
 mod rig;

@@ -78,7 +78,7 @@ pub(crate) struct Properties {
 /// The loaded plugin.
 #[derive(Debug)]
 pub(crate) struct Plugin {
-    pub(crate) library: *mut c_void,
+    library: *mut c_void,
     table: ncclNet_v8_t,
 }
 
@@ -120,6 +120,12 @@ impl Plugin {
         let plugin = Self::load();
         plugin.init().unwrap();
         plugin
+    }
+
+    /// As NCCL does it at the end; the library itself may stay.
+    pub(crate) fn unload(self) {
+        // SAFETY: the library was opened by us and the table is used no more.
+        assert_eq!(unsafe { libc::dlclose(self.library) }, 0);
     }
 
     pub(crate) fn init(&self) -> Result<(), ncclResult_t> {

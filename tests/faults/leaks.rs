@@ -1,0 +1,118 @@
+//! What stays behind: rounds of load, use and unload, and set-ups that fail.
+
+use std::time::Duration;
+
+use crate::plugin::{Plugin, forget_lines, pattern};
+use crate::rig::{Setting, alone, host, roce, until};
+
+/// What a process holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Held {
+    threads: usize,
+    descriptors: usize,
+    mappings: usize,
+}
+
+fn held() -> Held {
+    let entries = |dir: &str| std::fs::read_dir(dir).unwrap().count();
+    Held {
+        threads: entries("/proc/self/task"),
+        descriptors: entries("/proc/self/fd"),
+        mappings: std::fs::read_to_string("/proc/self/maps").unwrap().lines().count(),
+    }
+}
+
+/// The memory allocator joins and splits its own mappings as it likes.
+const MAPPINGS_TOLERANCE: usize = 8;
+
+/// As much as before, or soon: the background thread lets go of closed control channels by itself.
+fn as_before(before: Held) {
+    let mut now = held();
+    until(&format!("what is held to go back to {before:?}"), || {
+        now = held();
+        let same = now.threads == before.threads && now.descriptors == before.descriptors;
+        (same && now.mappings <= before.mappings + MAPPINGS_TOLERANCE).then_some(())
+    });
+}
+
+fn two() -> String {
+    host("a", &[roce("soft0", "10.0.0.1", "", ""), roce("soft1", "10.0.0.2", "", "")])
+}
+
+#[test]
+fn fifty_rounds_of_load_use_and_unload_leave_what_the_first_left() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let data = pattern(1 << 20);
+        let mut first = None;
+        for _ in 0..50 {
+            let plugin = Plugin::load();
+            plugin.init().unwrap();
+            let pair = plugin.pair(0, 1);
+            plugin.carry(pair, &data);
+            plugin.close(pair);
+            plugin.unload();
+            forget_lines();
+            if first.is_none() {
+                // The threads and channels of the first round settle before they are counted.
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            first.get_or_insert_with(held);
+        }
+        as_before(first.unwrap());
+    });
+}
+
+#[test]
+fn connects_that_fail_leave_nothing() {
+    // After the first connection has made what stays for the process: INIT, RTR and RTS on both ends are calls 1 to 6.
+    let env = [("SOFT_HCA_FAIL", "create_qp:5+:ENOMEM"), ("NCCL_DEBUG", "WARN")];
+    alone(&Setting { fabric: Some(&two()), env: &env }, |_| {
+        let plugin = Plugin::started();
+        for _ in 0..2 {
+            let pair = plugin.pair(0, 1);
+            plugin.carry(pair, &pattern(1000));
+            plugin.close(pair);
+        }
+        let up = plugin.set_up(0, 1, Duration::from_secs(3));
+        assert!(matches!((up.connect, up.accept), (Some(Err(_)), Some(Err(_)))));
+        std::thread::sleep(Duration::from_millis(200));
+        let before = held();
+        for _ in 0..20 {
+            let up = plugin.set_up(0, 1, Duration::from_secs(3));
+            assert!(matches!((up.connect, up.accept), (Some(Err(_)), Some(Err(_)))));
+        }
+        as_before(before);
+    });
+}
+
+/// Listeners that nobody connects to.
+#[test]
+fn listeners_leave_nothing() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let plugin = Plugin::started();
+        let listen = || {
+            let (listener, _) = plugin.listen(0).unwrap();
+            assert_eq!(plugin.accept(listener).unwrap(), None);
+            plugin.close_listen(listener);
+        };
+        listen();
+        let before = held();
+        (0..20).for_each(|_| listen());
+        as_before(before);
+    });
+}
+
+/// A device with few QPs and regions: what a connection held is there for the next one.
+#[test]
+fn what_a_connection_held_is_free_for_the_next() {
+    let limits = "max_qp = 2\nmax_mr = 4";
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", limits, "")]);
+    alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |_| {
+        let plugin = Plugin::started();
+        for _ in 0..5 {
+            let pair = plugin.pair(0, 0);
+            plugin.carry(pair, &pattern(100_000));
+            plugin.close(pair);
+        }
+    });
+}
