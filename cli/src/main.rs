@@ -2,6 +2,7 @@
 
 mod abi;
 mod contract;
+mod cost;
 mod devices;
 mod env;
 mod gpu;
@@ -67,6 +68,9 @@ enum Command {
     Perf(PerfArgs),
     /// NCCL itself on a GPU through a network: all_reduce, every element checked (exit status 3: no GPU or no NCCL here)
     NcclCheck(NcclArgs),
+    /// Instructions per message, counted by callgrind over a software adapter without threads
+    #[command(hide = true)]
+    Cost(cost::CostArgs),
     /// One process of another subcommand
     #[command(hide = true)]
     Rank { seat: String },
@@ -277,6 +281,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),
         Command::NcclCheck(args) => args.run(),
+        Command::Cost(args) => cost::run(&args),
         Command::Rank { seat } => {
             return procs::rank_main(&seat, |seat, mail| match &seat.job {
                 Job::Contract(job) => contract::rank_main(job, seat, mail),

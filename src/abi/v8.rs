@@ -384,24 +384,18 @@ unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, sizes: *mut c_
         unsafe { done.write(0) };
         let request = given(request, "the request")?;
         // SAFETY: NCCL tests requests that are open, from the thread of their comm.
-        let tested = unsafe { Comm::test(request) }?;
-        if tested == Tested::Pending {
-            return Ok(());
-        }
+        let reported = match unsafe { Comm::test(request) }? {
+            Tested::Pending => return Ok(()),
+            Tested::Sent { size } => &[size][..],
+            Tested::Received { sizes } => sizes,
+            Tested::Flushed => &[],
+        };
         if let Some(sizes) = NonNull::new(sizes) {
-            match tested {
-                // A send's place holds one int, a receive's one for each buffer.
-                // SAFETY: NCCL passes at least one int.
-                Tested::Sent { size } => unsafe { sizes.write(narrow(size)) },
-                Tested::Received { n, sizes: got } => {
-                    for (i, &size) in got[..n].iter().enumerate() {
-                        // SAFETY: NCCL passes an int for each buffer of the receive.
-                        let place = unsafe { sizes.add(i) };
-                        // SAFETY: as above.
-                        unsafe { place.write(narrow(size)) };
-                    }
-                }
-                Tested::Flushed | Tested::Pending => {}
+            for (i, &size) in reported.iter().enumerate() {
+                // SAFETY: NCCL passes one int for a send, and one for each buffer of a receive.
+                let place = unsafe { sizes.add(i) };
+                // SAFETY: as above.
+                unsafe { place.write(narrow(size)) };
             }
         }
         // SAFETY: as above.

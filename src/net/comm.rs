@@ -102,7 +102,8 @@ impl Default for Buffers {
 impl Buffers {
     #[inline]
     pub fn new() -> Self {
-        Self { list: [std::mem::MaybeUninit::uninit(); MAX_GROUP], len: 0 }
+        // A const block: the plain repeat expression is compiled to clearing the list.
+        Self { list: [const { std::mem::MaybeUninit::uninit() }; MAX_GROUP], len: 0 }
     }
 
     /// Adds one of at most [`MAX_GROUP`].
@@ -130,10 +131,15 @@ pub type Request = NonNull<c_void>;
 
 /// What a finished request reports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Tested {
+pub enum Tested<'a> {
     Pending,
-    Sent { size: u64 },
-    Received { n: usize, sizes: [u64; MAX_GROUP] },
+    Sent {
+        size: u64,
+    },
+    /// Sizes in the order of the irecv.
+    Received {
+        sizes: &'a [u64],
+    },
     Flushed,
 }
 
@@ -384,9 +390,9 @@ impl Comm {
     ///
     /// # Safety
     /// `request` came from isend, irecv or iflush, was not reported as done, and its comm is not closed. No other data path
-    /// call on that comm runs at once.
+    /// call on that comm runs at once, nor while the result is in use.
     #[inline]
-    pub unsafe fn test(request: Request) -> Result<Tested, NetError> {
+    pub unsafe fn test<'a>(request: Request) -> Result<Tested<'a>, NetError> {
         let index = request.addr().get() & 0xff;
         // SAFETY: a request is its comm's address with the index in the low byte, which is 0 in a comm's address.
         let comm = unsafe { request.cast::<u8>().byte_sub(index) }.cast::<Self>();
@@ -413,7 +419,7 @@ impl Comm {
                 }
                 let tested = if index < RECV_REQUESTS {
                     receiver.test(low_byte(index)).map(|p| match p {
-                        RecvProgress::Done { n, sizes } => Tested::Received { n, sizes },
+                        RecvProgress::Done { sizes } => Tested::Received { sizes },
                         RecvProgress::Pending => Tested::Pending,
                     })
                 } else {
@@ -475,7 +481,12 @@ impl SendComm {
 
     /// A fault may only be the lost acknowledgement of what a peer, now closed in good order, has received.
     #[cold]
-    fn settle(&self, sender: &mut Sender<Arc<QpSet>>, fault: &Fault, index: usize) -> Result<Tested, NetError> {
+    fn settle(
+        &self,
+        sender: &mut Sender<Arc<QpSet>>,
+        fault: &Fault,
+        index: usize,
+    ) -> Result<Tested<'static>, NetError> {
         if let Some(Attention::PeerClosed { received, .. }) = self.base.alert.attention()
             && sender.settle(received)
             && let Ok(SendProgress::Done { size }) = sender.test(low_byte(index))
@@ -500,7 +511,7 @@ impl RecvComm {
 
     /// A receive is open, and the peer closed in good order: its data are on their way or will never come.
     #[cold]
-    fn abandoned(&self) -> Result<Tested, NetError> {
+    fn abandoned(&self) -> Result<Tested<'static>, NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => Err(cause),
             Some(Attention::PeerClosed { over: true, .. }) => {

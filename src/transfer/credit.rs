@@ -19,6 +19,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use super::{MAX_GROUP, MAX_RAILS, RING};
 
+/// Offset of the first rail's key.
+const RKEYS: usize = 16;
+
 /// Size of a ring's entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stride {
@@ -53,6 +56,12 @@ impl Stride {
             Self::Wide => MAX_RAILS,
         }
     }
+
+    /// Offset of the tag; the sequence follows it.
+    #[inline]
+    fn tail(self) -> usize {
+        self.bytes() - 8
+    }
 }
 
 /// A credit, unpacked.
@@ -64,8 +73,6 @@ pub struct Credit {
     /// Members of the group.
     pub n: u8,
     pub tag: u32,
-    /// By rail.
-    pub rkeys: [u32; MAX_RAILS],
 }
 
 /// The sequence number of a ring position; never confused with an older lap of the ring.
@@ -79,6 +86,12 @@ pub fn sequence(position: u32) -> u32 {
 fn lap(position: u32) -> u64 {
     const { assert!(RING == 256) };
     u64::from(sequence(position) >> 8 & 0xff)
+}
+
+/// Two neighbouring 32-bit fields of an entry as one word.
+#[inline]
+fn pair(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
 }
 
 /// The entry of a ring position.
@@ -137,13 +150,13 @@ impl CreditRing {
     /// Whether the credit of this position has arrived: one load.
     #[inline]
     pub fn ready(&self, position: u32) -> bool {
-        self.word32(slot(position), self.stride.bytes() - 4).load(Ordering::Acquire) == sequence(position)
+        self.word32(slot(position), self.stride.tail() + 4).load(Ordering::Acquire) == sequence(position)
     }
 
     /// The tag of a ready position.
     #[inline]
     pub fn tag(&self, position: u32) -> u32 {
-        self.word32(slot(position), self.stride.bytes() - 8).load(Ordering::Relaxed)
+        self.word32(slot(position), self.stride.tail()).load(Ordering::Relaxed)
     }
 
     /// Reads a ready position; None while the entry is not whole, or where a peer wrote what no receiver writes.
@@ -155,32 +168,33 @@ impl CreditRing {
         if meta >> 8 != lap(position) || meta & 0xf8 != 0 {
             return None;
         }
-        let mut rkeys = [0; MAX_RAILS];
-        for (i, rkey) in rkeys.iter_mut().enumerate().take(self.stride.rails()) {
-            *rkey = self.word32(slot, 16 + 4 * i).load(Ordering::Relaxed);
-        }
         Some(Credit {
             address: self.word64(slot, 0).load(Ordering::Relaxed),
             size: word & ((1 << 48) - 1),
             n: (meta & 7) as u8 + 1,
             tag: self.tag(position),
-            rkeys,
         })
     }
 
-    /// Writes the credit of a position.
+    /// The key of one rail at a position that was read.
     #[inline]
-    pub fn write(&self, position: u32, credit: &Credit) {
+    pub fn rkey(&self, position: u32, rail: usize) -> u32 {
+        debug_assert!(rail < self.stride.rails());
+        self.word32(slot(position), RKEYS + 4 * rail).load(Ordering::Relaxed)
+    }
+
+    /// Writes the credit of a position, with the keys of the buffer by rail.
+    #[inline]
+    pub fn write(&self, position: u32, credit: &Credit, rkeys: &[u32; MAX_RAILS]) {
         debug_assert!(credit.size < 1 << 48 && (1..=MAX_GROUP).contains(&usize::from(credit.n)));
         let slot = slot(position);
         let meta = u64::from(credit.n - 1) | lap(position) << 8;
         self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
         self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
-        for (i, rkey) in credit.rkeys.iter().enumerate().take(self.stride.rails()) {
-            self.word32(slot, 16 + 4 * i).store(*rkey, Ordering::Relaxed);
+        for rail in (0..self.stride.rails()).step_by(2) {
+            self.word64(slot, RKEYS + 4 * rail).store(pair(rkeys[rail], rkeys[rail + 1]), Ordering::Relaxed);
         }
-        self.word32(slot, self.stride.bytes() - 8).store(credit.tag, Ordering::Relaxed);
-        self.word32(slot, self.stride.bytes() - 4).store(sequence(position), Ordering::Release);
+        self.word64(slot, self.stride.tail()).store(pair(credit.tag, sequence(position)), Ordering::Release);
     }
 }
 
@@ -211,15 +225,15 @@ pub(crate) mod tests {
             let stride = if wide { Stride::Wide } else { Stride::Narrow };
             let mut memory = memory();
             let ring = memory.ring(stride);
-            let mut credit = Credit { address, size, n, tag, rkeys: keys };
+            let credit = Credit { address, size, n, tag };
             prop_assert!(position == u32::MAX || !ring.ready(position));
-            ring.write(position, &credit);
+            ring.write(position, &credit, &keys);
             prop_assert!(ring.ready(position));
             prop_assert!(!ring.ready(position.wrapping_add(256)) && !ring.ready(position.wrapping_sub(256)));
-            if !wide {
-                credit.rkeys[2..].fill(0);
-            }
             prop_assert_eq!(ring.read(position), Some(credit));
+            for rail in 0..stride.rails() {
+                prop_assert_eq!(ring.rkey(position, rail), keys[rail]);
+            }
         }
     }
 
@@ -227,8 +241,7 @@ pub(crate) mod tests {
     fn a_torn_entry_is_not_read() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Narrow);
-        let credit = Credit { address: 1, size: 2, n: 1, tag: 3, rkeys: [4; 8] };
-        ring.write(7, &credit);
+        ring.write(7, &Credit { address: 1, size: 2, n: 1, tag: 3 }, &[4; 8]);
         // The sequence of the next lap is there, the rest is still of this one.
         ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
         assert!(ring.ready(7 + 256));
@@ -239,7 +252,7 @@ pub(crate) mod tests {
     fn unknown_flags_are_refused() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Wide);
-        ring.write(0, &Credit { address: 1, size: 2, n: 1, tag: 3, rkeys: [4; 8] });
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, tag: 3 }, &[4; 8]);
         ring.word64(0, 8).fetch_or(1 << (48 + 3), Ordering::Relaxed);
         assert_eq!(ring.read(0), None);
     }

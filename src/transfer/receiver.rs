@@ -42,12 +42,11 @@ pub struct Buffer {
 
 /// How a receive stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecvProgress {
+pub enum RecvProgress<'a> {
     Pending,
-    /// Sizes in the order of the irecv; the first `n` count.
+    /// Sizes in the order of the irecv.
     Done {
-        n: usize,
-        sizes: [u64; MAX_GROUP],
+        sizes: &'a [u64],
     },
 }
 
@@ -217,9 +216,8 @@ impl<P: Post> Receiver<P> {
                 member: member as u8,
                 open: true,
             };
-            let credit =
-                Credit { address: buffer.address, size: buffer.size, n: n as u8, tag: buffer.tag, rkeys: keys.rkeys };
-            self.shadow.write(position, &credit);
+            let credit = Credit { address: buffer.address, size: buffer.size, n: n as u8, tag: buffer.tag };
+            self.shadow.write(position, &credit, &keys.rkeys);
         }
         self.open += n as u32;
         self.tail = first.wrapping_add(n as u32);
@@ -268,7 +266,7 @@ impl<P: Post> Receiver<P> {
 
     /// How a receive stands. Done frees the request.
     #[inline]
-    pub fn test(&mut self, index: u8) -> Result<RecvProgress, Fault> {
+    pub fn test(&mut self, index: u8) -> Result<RecvProgress<'_>, Fault> {
         if self.requests[usize::from(index)].left > 0 {
             if let Some(fault) = &self.fault {
                 return Err((**fault).clone());
@@ -279,10 +277,9 @@ impl<P: Post> Receiver<P> {
         if request.left > 0 {
             return Ok(RecvProgress::Pending);
         }
-        let done = RecvProgress::Done { n: usize::from(request.n), sizes: request.sizes };
         self.free[self.free_len] = index;
         self.free_len += 1;
-        Ok(done)
+        Ok(RecvProgress::Done { sizes: &request.sizes[..usize::from(request.n)] })
     }
 
     /// Takes what has arrived.

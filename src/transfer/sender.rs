@@ -159,18 +159,25 @@ impl<P: Post> Sender<P> {
                 return Ok(None);
             }
         }
-        let mut portions = [Portion::default(); MAX_PORTIONS];
-        let count = self.cut(size, &mut portions)?;
-        if !self.has_room(&portions[..count]) {
+        let (one, mut several);
+        let portions = if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_portion {
+            one = [self.whole(size)];
+            &one[..]
+        } else {
+            several = [Portion::default(); MAX_PORTIONS];
+            let count = self.cut(size, &mut several)?;
+            &several[..count]
+        };
+        if !self.has_room(portions) {
             self.poll()?;
-            if !self.has_room(&portions[..count]) {
+            if !self.has_room(portions) {
                 return Ok(None);
             }
         }
 
         self.free_len -= 1;
         let index = self.free[self.free_len];
-        let portions_left = u8::try_from(count).unwrap_or(0);
+        let portions_left = portions.len() as u8;
         let request = &mut self.requests[usize::from(index)];
         request.generation = request.generation.wrapping_add(1);
         request.keys = Some(keys);
@@ -185,7 +192,7 @@ impl<P: Post> Sender<P> {
         let [low, high, ..] = sequence(position).to_le_bytes();
         let sequence = u16::from_le_bytes([low, high]);
         let mut offset = 0u64;
-        for (i, portion) in portions[..count].iter().enumerate() {
+        for (i, portion) in portions.iter().enumerate() {
             let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
             let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: portion.length };
             let w = WriteWr {
@@ -194,7 +201,7 @@ impl<P: Post> Sender<P> {
                 lkey: registration.lkeys[rail],
                 length: portion.length,
                 remote: credit.address.wrapping_add(offset),
-                rkey: credit.rkeys[rail],
+                rkey: self.credits.rkey(position, rail),
                 imm: Some(Imm { sequence, portion: i as u8, portions: portions_left }.pack()),
                 signaled: true,
                 inline: false,
@@ -261,18 +268,20 @@ impl<P: Post> Sender<P> {
         }
     }
 
+    /// A message on one QP; the QPs take turns.
+    #[inline]
+    fn whole(&mut self, size: u64) -> Portion {
+        let qp = self.next_qp;
+        self.next_qp += 1;
+        if self.next_qp == self.lanes.total() {
+            self.next_qp = 0;
+        }
+        Portion { qp, length: size as u32 }
+    }
+
     /// Cuts a message into portions; returns how many.
     #[inline]
     fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
-        let total = self.lanes.total();
-        if (total == 1 || size <= self.split_threshold) && size <= self.max_portion {
-            portions[0] = Portion { qp: self.next_qp, length: size as u32 };
-            self.next_qp += 1;
-            if self.next_qp == total {
-                self.next_qp = 0;
-            }
-            return Ok(1);
-        }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;
         self.next_lane = (self.next_lane + self.spread) % self.lanes.qps;
