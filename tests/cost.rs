@@ -291,7 +291,8 @@ mod tests {
 
     /// Whether the instruction that begins here locks the bus: by prefix, or XCHG with memory, which always does.
     fn is_locked(code: [u8; 8]) -> bool {
-        let prefix = |b: &u8| matches!(b, 0x66 | 0x67 | 0x2e | 0x36 | 0x3e | 0x26 | 0x64 | 0x65 | 0xf2 | 0xf3 | 0x40..=0x4f);
+        let prefix =
+            |b: &u8| matches!(b, 0x66 | 0x67 | 0x2e | 0x36 | 0x3e | 0x26 | 0x64 | 0x65 | 0xf2 | 0xf3 | 0x40..=0x4f);
         let mut rest = code.iter().skip_while(|b| prefix(b));
         match rest.next() {
             Some(0xf0) => true,
@@ -363,7 +364,8 @@ mod tests {
 
     /// From here on every system call of this thread but exit_group kills the process with SIGSYS.
     fn forbid_system_calls() {
-        let op = |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
+        let op =
+            |code: u32, k: u32, jt: u8, jf: u8| libc::sock_filter { code: u16::try_from(code).unwrap(), jt, jf, k };
         let exit = u32::try_from(libc::SYS_exit_group).unwrap();
         let mut filter = [
             op(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0), // the number of the call
@@ -427,7 +429,7 @@ mod tests {
             assert!(nccl!(net, init(Some(logger))));
             let (mut handle, mut listener) = ([0_u8; 128], ptr::null_mut());
             assert!(nccl!(net, listen(0, handle.as_mut_ptr().cast(), &raw mut listener)));
-            let (mut send, mut recv) = (ptr::null_mut(), ptr::null_mut());
+            let (mut send, mut recv) = (ptr::null_mut::<c_void>(), ptr::null_mut::<c_void>());
             let deadline = Instant::now() + Duration::from_secs(30);
             while send.is_null() || recv.is_null() {
                 assert!(Instant::now() < deadline, "the connection did not come about");

@@ -81,12 +81,13 @@ pub(crate) fn run(args: &CostArgs) -> anyhow::Result<()> {
     }
     let folder = std::env::temp_dir().join(format!("nccl-rdma-cost-{}", std::process::id()));
     fs::create_dir_all(&folder)?;
-    let measured = SETTINGS.iter().filter(|s| s.name.contains(&args.only)).try_fold(BTreeMap::new(), |mut all, setting| {
-        let figures = measure(args, setting, &folder).with_context(|| format!("setting {:?}", setting.name))?;
-        print(setting, &figures, committed.settings.get(setting.name));
-        all.insert(setting.name.to_owned(), figures);
-        anyhow::Ok(all)
-    });
+    let measured =
+        SETTINGS.iter().filter(|s| s.name.contains(&args.only)).try_fold(BTreeMap::new(), |mut all, setting| {
+            let figures = measure(args, setting, &folder).with_context(|| format!("setting {:?}", setting.name))?;
+            print(setting, &figures, committed.settings.get(setting.name));
+            all.insert(setting.name.to_owned(), figures);
+            anyhow::Ok(all)
+        });
     fs::remove_dir_all(&folder)?;
     let settings = measured?;
     if args.save {
@@ -223,7 +224,8 @@ impl Sources {
 /// The name of the function whose definition begins on this line of Rust.
 fn defines(text: &str) -> Option<&str> {
     let (before, name) = text.split_once("fn ")?;
-    let modifier = |word: &str| word.starts_with("pub") || matches!(word, "unsafe" | "const" | "extern" | "\"C\"" | "super)");
+    let modifier =
+        |word: &str| word.starts_with("pub") || matches!(word, "unsafe" | "const" | "extern" | "\"C\"" | "super)");
     before.split_whitespace().all(modifier).then(|| name.split(['(', '<']).next().unwrap_or(name))
 }
 
@@ -237,7 +239,8 @@ const CALLS: Table = Table(&[
     ("copying", 9),
     ("driver", 8),
 ]);
-const FUNCTIONS: Table = Table(&[("the plugin's part of a message", -46), ("now", 9), ("committed", 10), ("change", 8)]);
+const FUNCTIONS: Table =
+    Table(&[("the plugin's part of a message", -46), ("now", 9), ("committed", 10), ("change", 8)]);
 
 fn print(setting: &Setting, figures: &Figures, committed: Option<&Figures>) {
     println!("== {} ({} receives of {} in flight)", setting.name, setting.depth, setting.group);

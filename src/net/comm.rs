@@ -546,7 +546,7 @@ mod tests {
         unsafe { comm.irecv(&buffers) }
     }
 
-    fn test(request: Request) -> Result<Tested, NetError> {
+    fn test(request: Request) -> Result<Tested<'static>, NetError> {
         // SAFETY: the tests test open requests of open comms.
         unsafe { Comm::test(request) }
     }

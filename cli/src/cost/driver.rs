@@ -130,7 +130,10 @@ mod measured {
     #[inline(never)]
     pub(super) fn isend_refused(pair: &Pair<'_>) -> anyhow::Result<()> {
         let bytes = 0..pair.setting.bytes;
-        ensure!(pair.plugin.isend(pair.send, &pair.from, bytes, 0, pair.send_memory)?.is_none(), "sent without a credit");
+        ensure!(
+            pair.plugin.isend(pair.send, &pair.from, bytes, 0, pair.send_memory)?.is_none(),
+            "sent without a credit"
+        );
         Ok(())
     }
 
