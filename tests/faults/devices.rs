@@ -16,7 +16,9 @@ fn no_device() -> String {
     assert_eq!(plugin.devices(), 0);
     plugin.init().unwrap();
     assert_eq!(plugin.devices(), 0);
-    let told = warnings();
+    // Where the system has a libibverbs, that the one asked for was passed over is a line of its own.
+    let (passed_over, told): (Vec<_>, Vec<_>) = warnings().into_iter().partition(|w| w.contains(" is used"));
+    assert!(passed_over.len() <= 1, "{passed_over:#?}");
     assert_eq!(told.len(), 1, "one line says why: {told:#?}");
     told.into_iter().next().unwrap()
 }
