@@ -22,6 +22,12 @@ fn held() -> Held {
     }
 }
 
+/// As [`held`], once the background threads have come up and let go of what was closed.
+fn settled() -> Held {
+    std::thread::sleep(Duration::from_millis(200));
+    held()
+}
+
 /// The memory allocator joins and splits its own mappings as it likes.
 const MAPPINGS_TOLERANCE: usize = 8;
 
@@ -52,11 +58,7 @@ fn fifty_rounds_of_load_use_and_unload_leave_what_the_first_left() {
             plugin.close(pair);
             plugin.unload();
             forget_lines();
-            if first.is_none() {
-                // The threads and channels of the first round settle before they are counted.
-                std::thread::sleep(Duration::from_millis(200));
-            }
-            first.get_or_insert_with(held);
+            first.get_or_insert_with(settled);
         }
         as_before(first.unwrap());
     });
@@ -75,8 +77,7 @@ fn connects_that_fail_leave_nothing() {
         }
         let up = plugin.set_up(0, 1, Duration::from_secs(3));
         assert!(matches!((up.connect, up.accept), (Some(Err(_)), Some(Err(_)))));
-        std::thread::sleep(Duration::from_millis(200));
-        let before = held();
+        let before = settled();
         for _ in 0..20 {
             let up = plugin.set_up(0, 1, Duration::from_secs(3));
             assert!(matches!((up.connect, up.accept), (Some(Err(_)), Some(Err(_)))));
@@ -96,7 +97,7 @@ fn listeners_leave_nothing() {
             plugin.close_listen(listener);
         };
         listen();
-        let before = held();
+        let before = settled();
         (0..20).for_each(|_| listen());
         as_before(before);
     });

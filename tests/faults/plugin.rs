@@ -42,6 +42,19 @@ pub(crate) fn warnings() -> Vec<String> {
     lines.iter().filter(|(level, _)| *level == ncclDebugLogLevel::NCCL_LOG_WARN).map(|(_, text)| text.clone()).collect()
 }
 
+/// The warnings, which come to `count` and no more: calls return an error that the background thread learnt of as soon as it
+/// has recorded it, which may be before its line is out.
+pub(crate) fn warnings_come_to(count: usize) -> Vec<String> {
+    let start = Instant::now();
+    while warnings().len() < count && start.elapsed() < Duration::from_secs(2) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    std::thread::sleep(Duration::from_millis(20));
+    let told = warnings();
+    assert_eq!(told.len(), count, "{told:#?}");
+    told
+}
+
 /// The warnings so far that hold this.
 pub(crate) fn warnings_with(part: &str) -> Vec<String> {
     warnings().into_iter().filter(|w| w.contains(part)).collect()
