@@ -8,7 +8,6 @@ use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Pages, Registration};
@@ -52,7 +51,7 @@ pub(super) struct Base {
     /// Registrations that were given back while traffic used them; kept until the QPs are gone.
     #[expect(clippy::vec_box, reason = "requests point into the handles, so they must not move")]
     pub(super) graveyard: Mutex<Vec<Box<MrHandle>>>,
-    pub(super) fenced: AtomicBool,
+    pub(super) fenced: Mutex<bool>,
 }
 
 /// The sending side. Fields are dropped in order: data path, QPs, ring.
@@ -174,7 +173,8 @@ impl Base {
     /// next call comes here too.
     #[cold]
     fn halt(&self, cause: &NetError) {
-        if !self.fenced.load(Ordering::Acquire) {
+        let fenced = *self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
+        if !fenced {
             self.control.send(kind::FAILED, cause.text.as_bytes());
             self.fence();
         }
@@ -214,7 +214,9 @@ impl Base {
 
     /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory.
     fn fence(&self) {
-        if !self.fenced.swap(true, Ordering::AcqRel)
+        // Whoever comes second waits for the first: memory may be freed after this returns.
+        let mut fenced = self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *fenced, true)
             && let Err(e) = self.qps.fail()
         {
             tracing::warn!(target: "init", "{e}; while stopping the connection to peer {}", self.peer);

@@ -1,7 +1,7 @@
 //! The connecting side's set-up: dial, offer, take QPs to RTS with the answer, say ready. A send comm comes out.
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -358,6 +358,6 @@ pub(super) fn base(
         peer,
         nic_patience,
         graveyard: Mutex::new(Vec::new()),
-        fenced: AtomicBool::new(false),
+        fenced: Mutex::new(false),
     })
 }

@@ -432,7 +432,9 @@ impl<P: Post> Receiver<P> {
             Kind::Flush => ("flush (RDMA READ)", 1),
             Kind::Recv | Kind::Data => ("receive", 0),
         };
-        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation, bytes })
+        // A flush knows its rail only: the rail's first QP has the same route.
+        let qp = usize::from(id.qp) * if id.kind == Kind::Flush { self.lanes.qps } else { 1 };
+        self.stop(Fault::Completion { failure, qp, operation, bytes })
     }
 
     #[cold]

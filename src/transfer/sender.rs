@@ -316,9 +316,8 @@ impl<P: Post> Sender<P> {
 
     #[inline]
     fn has_room(&self, portions: &[Portion]) -> bool {
-        // Several portions of one message on one QP are rare (max_msg_sz); counting all of them as if on each is enough.
-        let need = if portions.len() > self.lanes.total() { portions.len() as u32 } else { 1 };
-        portions.iter().all(|p| self.room[p.qp] >= need)
+        // Several portions of one message on one QP are rare (max_msg_sz).
+        portions.iter().all(|p| self.room[p.qp] as usize >= portions.iter().filter(|o| o.qp == p.qp).count())
     }
 
     /// How a send stands. Done frees the request.
