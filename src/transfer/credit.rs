@@ -231,8 +231,8 @@ pub(crate) mod tests {
             prop_assert!(ring.ready(position));
             prop_assert!(!ring.ready(position.wrapping_add(256)) && !ring.ready(position.wrapping_sub(256)));
             prop_assert_eq!(ring.read(position), Some(credit));
-            for rail in 0..stride.rails() {
-                prop_assert_eq!(ring.rkey(position, rail), keys[rail]);
+            for (rail, &key) in keys.iter().enumerate().take(stride.rails()) {
+                prop_assert_eq!(ring.rkey(position, rail), key);
             }
         }
     }
