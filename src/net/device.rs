@@ -374,7 +374,7 @@ fn look_at(
             .and_then(|s| u32::try_from(s).ok())
             .unwrap_or_else(|| port::speed_mbps(port_attr.active_speed, port_attr.active_width));
         candidates.push(Candidate {
-            pci_path: pci::pci_path(&config.sysroot, &name, config.ib_merge_vfs),
+            pci_path: pci::pci_path(&config.sysroot, context.ibdev_path(), config.ib_merge_vfs),
             attr,
             port: Arc::new(Port {
                 name: name.clone(),

@@ -20,12 +20,17 @@ fn is_bus_id(text: &str) -> bool {
         && text.bytes().zip(shape).all(|(c, s)| if *s == b'h' { c.is_ascii_hexdigit() } else { c == *s })
 }
 
-/// The resolved /sys path of a device's PCI function; None for a device that is not on a PCI bus. Functions of one card
+/// The resolved /sys path of a device's PCI function; None for a device that is not on a PCI bus. `place` is where
+/// libibverbs says that the device is (ibv_device.ibdev_path, `/sys/class/infiniband/mlx5_0`), or, of a software adapter that
+/// stands in for a NIC, the PCI function itself. Functions of one card
 /// look alike (function 0), and with `merge_vfs` its virtual functions too, as in NCCL's own transport: NCCL then sees one
 /// NIC.
-pub fn pci_path(root: &Path, device: &str, merge_vfs: bool) -> Option<String> {
-    let link = under(root, &format!("/sys/class/infiniband/{device}/device"));
-    let resolved = fs::canonicalize(&link).ok()?;
+pub fn pci_path(root: &Path, place: &str, merge_vfs: bool) -> Option<String> {
+    let resolved = if is_bus_id(place.rsplit('/').next()?) {
+        fs::canonicalize(under(root, place)).ok()?
+    } else {
+        fs::canonicalize(under(root, place).join("device")).ok()?
+    };
     let mut path = resolved.to_str()?.to_owned();
     if root != Path::new("/") {
         let root = fs::canonicalize(root).ok()?;
@@ -125,14 +130,20 @@ mod tests {
     #[test]
     fn the_path_ends_in_a_bus_id_of_16_bytes() {
         let root = machine();
-        let path = pci_path(root.path(), "mlx5_0", false).expect("a PCI device");
+        let path = pci_path(root.path(), "/sys/class/infiniband/mlx5_0", false).expect("a PCI device");
         assert_eq!(path, "/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.0");
         assert_eq!(
-            pci_path(root.path(), "mlx5_0", true).as_deref(),
+            pci_path(root.path(), "/sys/class/infiniband/mlx5_0", true).as_deref(),
             Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0")
         );
-        assert_eq!(pci_path(root.path(), "rxe0", true), None);
-        assert_eq!(pci_path(root.path(), "absent", true), None);
+        assert_eq!(pci_path(root.path(), "/sys/class/infiniband/rxe0", true), None);
+        let function = "/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.2";
+        assert_eq!(
+            pci_path(root.path(), function, false).as_deref(),
+            Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.0")
+        );
+        assert_eq!(pci_path(root.path(), "/sys/class/infiniband/absent", true), None);
+        assert_eq!(pci_path(root.path(), "", true), None);
     }
 
     #[test]

@@ -81,6 +81,7 @@ pub struct Context {
     raw: NonNull<ib::ibv_context>,
     pub(super) library: Arc<Library>,
     name: String,
+    ibdev_path: String,
 }
 
 // SAFETY: verbs objects may be used from any thread (`man ibv_open_device` and the verbs' contract of thread safety).
@@ -101,12 +102,17 @@ impl Context {
         // SAFETY: the device is alive while the list is.
         let raw = unsafe { (list.library.api.open_device)(list.get(i).as_ptr()) };
         let raw = NonNull::new(raw).ok_or_else(|| VerbsError::last("ibv_open_device", &name))?;
-        Ok(Arc::new(Self { raw, library: Arc::clone(&list.library), name }))
+        Ok(Arc::new(Self { raw, library: Arc::clone(&list.library), name, ibdev_path: list.ibdev_path(i) }))
     }
 
     /// The device's name, for example `mlx5_0`.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// Where the device is in sysfs; empty where libibverbs does not say.
+    pub fn ibdev_path(&self) -> &str {
+        &self.ibdev_path
     }
 
     pub(super) fn raw(&self) -> *mut ib::ibv_context {

@@ -214,6 +214,14 @@ impl DeviceList {
         unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
     }
 
+    /// Where device `i` is in sysfs, as libibverbs says (ibv_device.ibdev_path); empty where it does not.
+    pub fn ibdev_path(&self, i: usize) -> String {
+        // SAFETY: get returns a live device of this list.
+        let device = unsafe { self.get(i).as_ref() };
+        let bytes: Vec<u8> = device.ibdev_path.iter().take_while(|c| **c != 0).map(|c| c.cast_unsigned()).collect();
+        String::from_utf8_lossy(&bytes).into_owned()
+    }
+
     pub(super) fn get(&self, i: usize) -> NonNull<ib::ibv_device> {
         assert!(i < self.count, "device {i} of {}", self.count);
         // SAFETY: the list holds `count` pointers and is alive.

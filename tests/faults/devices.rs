@@ -137,6 +137,25 @@ fn a_device_that_the_filter_excludes_is_not_complained_of() {
     });
 }
 
+/// NCCL takes the last component as the bus id; the functions of one card look alike.
+#[test]
+fn the_pci_path_is_that_of_the_function() {
+    let near = roce("mlx5_0", "10.0.0.1", "pci_path = \"/sys/devices/pci0000:80/0000:81:00.1\"", "");
+    let fabric = host("a", &[near, roce("mlx5_1", "10.0.1.1", "", "")]);
+    alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |room| {
+        if room.role() == MAIN {
+            std::fs::create_dir_all(room.path("root/sys/devices/pci0000:80/0000:81:00.1")).unwrap();
+            let root = room.path("root").to_string_lossy().into_owned();
+            room.start("placed", &[("NCCL_NET_RDMA_SYSROOT", root.as_str())]).expect_success();
+        } else {
+            let plugin = Plugin::started();
+            let path = plugin.properties(plugin.find("mlx5_0")).pci_path;
+            assert_eq!(path.as_deref(), Some("/sys/devices/pci0000:80/0000:81:00.0"));
+            assert_eq!(plugin.properties(plugin.find("mlx5_1")).pci_path, None);
+        }
+    });
+}
+
 /// NCCL_IB_HCA, the devices that stay, and a word of each warning.
 const SELECTIONS: &[(&str, &[&str], &[&str])] = &[
     ("mlx5_1", &["mlx5_1", "mlx5_10", "mlx5_11"], &["prefix"]),

@@ -86,6 +86,7 @@ fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
 pub(crate) struct Properties {
     pub(crate) name: String,
     pub(crate) speed: c_int,
+    pub(crate) pci_path: Option<String>,
 }
 
 /// The loaded plugin.
@@ -165,7 +166,9 @@ impl Plugin {
         let raw = unsafe { raw.assume_init() };
         // SAFETY: the name is a C string that outlives the call.
         let name = unsafe { CStr::from_ptr(raw.name) }.to_string_lossy().into_owned();
-        Properties { name, speed: raw.speed }
+        // SAFETY: NULL, or a C string that outlives the call.
+        let path = (!raw.pciPath.is_null()).then(|| unsafe { CStr::from_ptr(raw.pciPath) });
+        Properties { name, speed: raw.speed, pci_path: path.map(|p| p.to_string_lossy().into_owned()) }
     }
 
     /// Names of all devices, in order.
