@@ -83,13 +83,6 @@ impl Lanes {
     }
 }
 
-/// A QP of a connection, for messages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lane {
-    pub rail: usize,
-    pub qp: usize,
-}
-
 /// One rail of a connection: its completion queue and QPs.
 #[derive(Debug)]
 pub struct RailLink {
