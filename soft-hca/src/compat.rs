@@ -11,6 +11,9 @@ use std::path::Path;
 use std::ptr;
 
 /// The kind of a GID as sysfs has it: 0 for InfiniBand and RoCE v1, 1 for RoCE v2. An empty entry reads as 0.
+///
+/// # Safety
+/// `context` is an open device's; `kind` is null or writable.
 pub unsafe extern "C" fn query_gid_type(
     context: *mut ffi::ibv_context,
     port: u8,
@@ -30,6 +33,9 @@ pub unsafe extern "C" fn query_gid_type(
 }
 
 /// One line of a file under a folder, without its end; its length, or -1. librdmacm looks for the kernel's side with it.
+///
+/// # Safety
+/// `dir` and `file` are null or C strings; `out` is null or writable for `size` bytes.
 pub unsafe extern "C" fn read_sysfs_file(
     dir: *const c_char,
     file: *const c_char,

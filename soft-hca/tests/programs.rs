@@ -217,14 +217,23 @@ mod tests {
     }
 
     #[test]
-    fn perftest_in_every_size_both_ways_on_several_queue_pairs() {
+    fn perftest_in_every_size() {
         let Some(bench) = Bench::with("ib_write_bw") else { return };
-        let [_, client] = bench.pair("ib_write_bw", &["-F", "-a", "-b", "-q", "2", "-n", "10"]);
+        let [_, client] = bench.pair("ib_write_bw", &["-F", "-a", "-n", "5"]);
         let rows = rows(&client);
         let sizes: Vec<f64> = rows.iter().map(|row| row["#bytes"]).collect();
         let powers: Vec<f64> = (1..=23).map(|power| f64::from(1 << power)).collect();
         assert_eq!(sizes, powers, "{client}");
         assert!(rows[22]["average"] > 0.0, "{client}");
+    }
+
+    #[test]
+    fn perftest_both_ways_on_several_queue_pairs() {
+        let Some(bench) = Bench::with("ib_write_bw") else { return };
+        let [_, client] = bench.pair("ib_write_bw", &["-F", "-b", "-q", "4", "-n", "50"]);
+        let rows = rows(&client);
+        assert_eq!((rows[0]["#bytes"], rows[0]["#iterations"]), (65536.0, 200.0), "{client}");
+        assert!(rows[0]["average"] > 0.0, "{client}");
     }
 
     #[test]
