@@ -3,9 +3,10 @@
 //! Reliable-connected queue pairs behind the verbs ABI, strict where hardware is strict. `verbs` is the border to C;
 //! `adapter` is what a process has; `qp`, `queue`, `memory`, `events` are the objects; `engine` and `rc` move data, over
 //! `link`, `registry`, `shm`, `tcp` and `wire` where the peer is another process. `null` moves it inside the posting call.
-//! `soft-hca-verbs` gives `verbs` the names and versions of `libibverbs.so.1`.
+//! `soft-hca-verbs` gives `verbs` the names and versions of `libibverbs.so.1`; `compat` is what it exports beside verbs(3).
 pub mod abi;
 mod adapter;
+pub mod compat;
 pub mod copy;
 mod engine;
 mod events;

@@ -27,6 +27,8 @@ struct Context {
     device: usize,
     events: Arc<EventQueue<AsyncEvent>>,
     running: Arc<Running>,
+    pds: AtomicU32,
+    /// Completion queues and channels.
     users: AtomicU32,
 }
 
@@ -256,23 +258,27 @@ pub unsafe extern "C" fn open_device(device: *mut ffi::ibv_device) -> *mut ffi::
         });
         ibv.ops.post_send = Some(if adapter.is_threaded() { post_send } else { post_send_null });
         ibv.ops.post_recv = Some(if adapter.is_threaded() { post_recv } else { post_recv_null });
-        let users = AtomicU32::new(0);
-        Ok(Box::into_raw(Box::new(Context { ibv, adapter, device: handle.index, events, running, users })).cast())
+        let (pds, users) = (AtomicU32::new(0), AtomicU32::new(0));
+        Ok(Box::into_raw(Box::new(Context { ibv, adapter, device: handle.index, events, running, pds, users })).cast())
     })
 }
 
 type PollCq = unsafe extern "C" fn(*mut ffi::ibv_cq, c_int, *mut Wc) -> c_int;
 type PollCqAsDeclared = unsafe extern "C" fn(*mut ffi::ibv_cq, c_int, *mut ffi::ibv_wc) -> c_int;
 
-/// Stricter than a kernel, which would clean up: a context with objects is not closed.
+/// Stricter than a kernel, which would clean up: a context with protection domains, and so with anything that moves bytes,
+/// is not closed. Completion queues and channels are let go, as programs do (perftest's `ib_send_bw` for one): they point to
+/// the context, which stays in memory for them.
 pub unsafe extern "C" fn close_device(context: *mut ffi::ibv_context) -> c_int {
     code(|| {
         // SAFETY: a context of ours.
         let object: &Context = unsafe { object(context)? };
         ordered(object.adapter, "close_device")?;
-        count(&object.users)?;
-        // SAFETY: made by open_device; closing is its last use.
-        unsafe { release(object) };
+        count(&object.pds)?;
+        if count(&object.users).is_ok() {
+            // SAFETY: made by open_device; closing is its last use.
+            unsafe { release(object) };
+        }
         Ok(())
     })
 }
@@ -569,7 +575,7 @@ pub unsafe extern "C" fn alloc_pd(context: *mut ffi::ibv_context) -> *mut ffi::i
         // SAFETY: a context of ours.
         let owner: &Context = unsafe { object(context)? };
         ordered(owner.adapter, "alloc_pd")?;
-        owner.users.fetch_add(1, Ordering::Relaxed);
+        owner.pds.fetch_add(1, Ordering::Relaxed);
         let ibv = ffi::ibv_pd { context, handle: NEXT_PD.fetch_add(1, Ordering::Relaxed) };
         Ok(Box::into_raw(Box::new(Pd { ibv, users: AtomicU32::new(0) })).cast())
     })
@@ -583,7 +589,7 @@ pub unsafe extern "C" fn dealloc_pd(pd: *mut ffi::ibv_pd) -> c_int {
         let owner: &Context = unsafe { object(pd.ibv.context)? };
         ordered(owner.adapter, "dealloc_pd")?;
         count(&pd.users)?;
-        owner.users.fetch_sub(1, Ordering::Relaxed);
+        owner.pds.fetch_sub(1, Ordering::Relaxed);
         // SAFETY: made by alloc_pd; its last use.
         unsafe { release(pd) };
         Ok(())

@@ -481,6 +481,19 @@ mod tests {
         }
     }
 
+    /// As after a kernel's clean-up; what could still move bytes has to go first.
+    #[test]
+    fn a_context_closes_with_completion_queues_left() {
+        let nic = Nic::open(0);
+        unsafe {
+            let channel = v::create_comp_channel(nic.ctx);
+            let cq = v::create_cq(nic.ctx, 16, ptr::null_mut(), channel, 0);
+            assert_eq!(v::close_device(nic.ctx), libc::EBUSY, "a protection domain is left");
+            assert_eq!((v::dealloc_pd(nic.pd), v::close_device(nic.ctx)), (0, 0));
+            assert_eq!((v::destroy_cq(cq), v::destroy_comp_channel(channel)), (0, 0));
+        }
+    }
+
     #[test]
     fn async_events_do_not_block_with_o_nonblock() {
         let nic = Nic::open(0);
