@@ -103,6 +103,14 @@ impl Gpu {
         self.synchronize()
     }
 
+    /// Writes the same byte everywhere.
+    pub(crate) fn wipe(&self, memory: &DeviceMemory, byte: u8) -> anyhow::Result<()> {
+        // SAFETY: all of a live allocation; the wait below ends before it can.
+        let result = unsafe { cuda::cuMemsetD8Async(memory.address, byte, memory.bytes, self.stream) };
+        cu("cuMemsetD8Async", result)?;
+        self.synchronize()
+    }
+
     fn synchronize(&self) -> anyhow::Result<()> {
         // SAFETY: a stream of the current context.
         cu("cuStreamSynchronize", unsafe { cuda::cuStreamSynchronize(self.stream) })

@@ -6,7 +6,7 @@ mod cost;
 mod devices;
 mod env;
 mod gpu;
-mod nccl_check;
+mod nccl;
 mod perf;
 mod pipe;
 mod procs;
@@ -67,7 +67,9 @@ enum Command {
     /// Latency and bandwidth between two processes through the plugin
     Perf(PerfArgs),
     /// NCCL itself on a GPU through a network: all_reduce, every element checked (exit status 3: no GPU or no NCCL here)
-    NcclCheck(NcclArgs),
+    NcclCheck(nccl::check::Args),
+    /// The plugin, NCCL's own IB transport and its Socket transport side by side on a GPU: all_reduce, times and ratios
+    NcclCompare(nccl::compare::Args),
     /// Instructions per message, counted by callgrind over a software adapter without threads
     #[command(hide = true)]
     Cost(cost::CostArgs),
@@ -205,68 +207,6 @@ impl PerfArgs {
     }
 }
 
-#[derive(Debug, Args)]
-struct NcclArgs {
-    #[command(flatten)]
-    plugin: PluginArg,
-    /// Network that NCCL must use: RDMA is this plugin, Socket and IB are NCCL's own
-    #[arg(long, default_value = "RDMA")]
-    net: String,
-    /// Processes, all on one GPU, each a host of its own to NCCL
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(2..=8))]
-    ranks: u8,
-    /// Protocols, each in fresh processes
-    #[arg(long, value_delimiter = ',', default_value = "Simple,LL")]
-    protos: Vec<String>,
-    /// Smallest size
-    #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
-    min: usize,
-    /// Largest size
-    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
-    max: usize,
-    /// Timed operations per size
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
-    iters: u32,
-    /// Index of the GPU
-    #[arg(long, default_value_t = 0)]
-    device: i32,
-    /// Largest number of NCCL channels
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=32))]
-    channels: u32,
-    /// How GPU data reaches the network: through host buffers, or as NCCL decides
-    #[arg(long, default_value = "host", value_parser = ["host", "auto"])]
-    gpu_path: String,
-    /// NCCL's library [default: libnccl.so.2, then libnccl.so, by the dynamic linker's search]
-    #[arg(long, value_name = "PATH")]
-    nccl: Option<PathBuf>,
-    /// Folder for NCCL's logs [default: one in the temporary folder]
-    #[arg(long, value_name = "DIR")]
-    log_dir: Option<PathBuf>,
-}
-
-impl NcclArgs {
-    fn run(&self) -> anyhow::Result<()> {
-        let sizes = table::doubling(self.min.max(4), self.max);
-        anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
-        let default_dir = || std::env::temp_dir().join(format!("nccl-rdma-check-{}", std::process::id()));
-        nccl_check::run(&nccl_check::Options {
-            plugin: self.plugin.path(),
-            net: self.net.clone(),
-            ranks: usize::from(self.ranks),
-            protocols: self.protos.clone(),
-            channels: self.channels,
-            host_buffers: self.gpu_path == "host",
-            log_dir: self.log_dir.clone().unwrap_or_else(default_dir),
-            job: nccl_check::Job {
-                nccl: self.nccl.clone(),
-                device: self.device,
-                sizes,
-                iters: usize::try_from(self.iters)?,
-            },
-        })
-    }
-}
-
 /// Exit status where the machine lacks what a command needs.
 const ABSENT: u8 = 3;
 
@@ -280,14 +220,16 @@ fn main() -> ExitCode {
         Command::Contract(args) => args.run(),
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),
-        Command::NcclCheck(args) => args.run(),
+        Command::NcclCheck(args) => nccl::check::run(&args),
+        Command::NcclCompare(args) => nccl::compare::run(&args),
         Command::Cost(args) => cost::run(&args),
         Command::Rank { seat } => {
             return procs::rank_main(&seat, |seat, mail| match &seat.job {
                 Job::Contract(job) => contract::rank_main(job, seat, mail),
                 Job::Ring(job) => ring::rank_main(job, seat, mail),
                 Job::Perf(job) => perf::rank_main(job, seat, mail),
-                Job::Nccl(job) => nccl_check::rank_main(job, seat, mail),
+                Job::NcclCheck(job) => nccl::check::rank_main(job, seat, mail),
+                Job::NcclCompare(job) => nccl::compare::rank_main(job, seat, mail),
             });
         }
     };

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
-use crate::{contract, nccl_check, perf, ring};
+use crate::{contract, nccl, perf, ring};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -35,7 +35,8 @@ pub(crate) enum Job {
     Contract(contract::Job),
     Ring(ring::Job),
     Perf(perf::Job),
-    Nccl(nccl_check::Job),
+    NcclCheck(nccl::check::Job),
+    NcclCompare(nccl::compare::Job),
 }
 
 /// A set of ranks to start.

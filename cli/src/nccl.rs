@@ -1,0 +1,135 @@
+//! NCCL itself on one GPU through a network of one's choice: several ranks share the GPU, each a host of its own to
+//! NCCL, so that every byte goes through the network.
+
+pub(crate) mod check;
+pub(crate) mod compare;
+mod setting;
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+
+use crate::gpu::{Communicator, Kind, Nccl};
+use crate::procs::{Mailbox, Seat};
+pub(crate) use setting::{GpuPath, Libraries, Setting};
+
+/// One all-reduce that takes longer has hung.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What soft-hca is told to be when nobody says otherwise.
+const FABRIC: &str = include_str!("../../soft-hca/examples/gpu.toml");
+
+/// Options that every run of NCCL takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Common {
+    /// The plugin: a path, or a name as NCCL_NET_PLUGIN takes it [default: ../lib/libnccl-net-rdma.so beside this
+    /// command, then the dynamic linker's search]
+    #[arg(long, value_name = "PATH")]
+    plugin: Option<PathBuf>,
+    /// The libibverbs for plugin and NCCL [default: the system's]
+    #[arg(long, value_name = "PATH", env = "NCCL_IBVERBS_LIB")]
+    adapter: Option<PathBuf>,
+    /// The fabric file for soft-hca, with the hosts h0, h1, ... [default: soft-hca/examples/gpu.toml]
+    #[arg(long, value_name = "FILE", env = "SOFT_HCA_FABRIC")]
+    fabric: Option<PathBuf>,
+    /// NCCL's library [default: libnccl.so.2, then libnccl.so, by the dynamic linker's search]
+    #[arg(long, value_name = "PATH")]
+    nccl: Option<PathBuf>,
+    /// Index of the GPU
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// Largest number of NCCL channels
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=32))]
+    channels: u32,
+    /// Folder for NCCL's logs [default: one in the temporary folder]
+    #[arg(long, value_name = "DIR")]
+    log_dir: Option<PathBuf>,
+}
+
+impl Common {
+    /// The folder for the logs, which exists from here on.
+    fn logs(&self) -> anyhow::Result<PathBuf> {
+        let default_dir = || std::env::temp_dir().join(format!("nccl-rdma-{}", std::process::id()));
+        let folder = self.log_dir.clone().unwrap_or_else(default_dir);
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        folder.canonicalize().with_context(|| folder.display().to_string())
+    }
+
+    fn libraries(&self, logs: &Path) -> anyhow::Result<Libraries> {
+        let plugin = self.plugin.clone().unwrap_or_else(crate::abi::default_plugin);
+        // A name without a folder is for the dynamic linker to find.
+        let whole =
+            |path: &PathBuf| if path.components().count() > 1 { std::path::absolute(path) } else { Ok(path.clone()) };
+        let adapter = self.adapter.as_ref().map(whole).transpose()?;
+        let fabric = match &self.fabric {
+            Some(file) => Some(file.canonicalize().with_context(|| file.display().to_string())?),
+            None if adapter.is_some() => {
+                let file = logs.join("fabric.toml");
+                fs::write(&file, FABRIC).with_context(|| file.display().to_string())?;
+                Some(file)
+            }
+            None => None,
+        };
+        Ok(Libraries { plugin, adapter, fabric })
+    }
+}
+
+/// Joins a communicator of all ranks; `name` tells it from others of the same processes.
+fn join<'a>(nccl: &'a Nccl, seat: &Seat, mail: &mut Mailbox, name: &str) -> anyhow::Result<Communicator<'a>> {
+    let (rank, ranks) = (seat.rank, seat.ranks);
+    let id = if rank == 0 {
+        let id = nccl.unique_id()?;
+        (1..ranks).try_for_each(|to| mail.post(to, name, &id))?;
+        id.to_vec()
+    } else {
+        mail.take(0, name, Instant::now() + PATIENCE)?
+    };
+    nccl.join(&id, rank, ranks)
+}
+
+/// Judges the logs of all ranks.
+fn proven(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> anyhow::Result<()> {
+    (0..setting.ranks).try_for_each(|rank| {
+        let file = log_of(&rank.to_string());
+        let log = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
+        setting.proven(&log).with_context(|| file.display().to_string())
+    })
+}
+
+/// A log of an earlier run must not vouch for this one.
+fn forget_logs(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) {
+    for rank in 0..setting.ranks {
+        // Mostly there is none.
+        let _ = fs::remove_file(log_of(&rank.to_string()));
+    }
+}
+
+/// Values repeat after this many elements.
+const PERIOD: usize = 1_000_003;
+
+/// The element of a rank at a position: whole numbers, so that the sum of any few is exact in a float.
+fn value(rank: usize, i: usize, round: usize) -> i32 {
+    i32::try_from((i * 31 + rank * 7919 + round * 104_729) % PERIOD).unwrap_or(0)
+}
+
+/// The sum of all ranks' elements at a position.
+fn sum(ranks: usize, i: usize, round: usize) -> i32 {
+    (0..ranks).map(|rank| value(rank, i, round)).sum()
+}
+
+fn encode(kind: Kind, value: i32) -> [u8; 4] {
+    match kind {
+        Kind::Int32 => value.to_ne_bytes(),
+        #[expect(clippy::cast_precision_loss, reason = "sums of a few values below a million are exact")]
+        Kind::Float32 => (value as f32).to_ne_bytes(),
+    }
+}
+
+/// Elements that are others than expected.
+fn differing(got: &[u8], expected: impl Iterator<Item = [u8; 4]>) -> u64 {
+    let (elements, _) = got.as_chunks();
+    let wrong = elements.iter().zip(expected).filter(|(got, expected)| *got != expected);
+    u64::try_from(wrong.count()).unwrap_or(u64::MAX)
+}

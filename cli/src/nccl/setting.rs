@@ -1,0 +1,347 @@
+//! How NCCL is told which network to use and how GPU data reach it, and how its own log proves that it obeyed.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail, ensure};
+
+/// Where the data are while the network reads or writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub(crate) enum GpuPath {
+    /// In host memory: NCCL copies
+    Host,
+    /// In GPU memory, registered by way of a dma-buf
+    Dmabuf,
+    /// In GPU memory, registered by its address (nvidia_peermem)
+    Peermem,
+    /// Wherever NCCL likes
+    Auto,
+}
+
+impl GpuPath {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Host => "host",
+            Self::Dmabuf => "dmabuf",
+            Self::Peermem => "peermem",
+            Self::Auto => "auto",
+        }
+    }
+
+    fn is_gpu_memory(self) -> bool {
+        matches!(self, Self::Dmabuf | Self::Peermem)
+    }
+}
+
+/// Which files serve.
+#[derive(Clone, Debug)]
+pub(crate) struct Libraries {
+    pub(crate) plugin: PathBuf,
+    /// The libibverbs of plugin and NCCL; none: the system's.
+    pub(crate) adapter: Option<PathBuf>,
+    /// Tells soft-hca what there is; none: it has its own idea.
+    pub(crate) fabric: Option<PathBuf>,
+}
+
+/// One way to run NCCL.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Setting {
+    /// `RDMA` is the plugin, `IB` and `Socket` are NCCL's own.
+    pub(crate) net: String,
+    pub(crate) path: GpuPath,
+    /// Makes NCCL flush also on GPUs that need none.
+    pub(crate) flush: bool,
+    pub(crate) ranks: usize,
+}
+
+impl fmt::Display for Setting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let flush = if self.flush { ", flushes forced" } else { "" };
+        write!(f, "{}, path {}{flush}, {} ranks", self.net, self.path.name(), self.ranks)
+    }
+}
+
+/// Files by which NCCL's own transport knows a peer memory driver.
+const PEER_MEMORY: [&str; 3] = [
+    "/sys/kernel/mm/memory_peers/nv_mem/version",
+    "/sys/kernel/mm/memory_peers/nv_mem_nc/version",
+    "/sys/module/nvidia_peermem/version",
+];
+
+impl Setting {
+    fn is_net(&self, name: &str) -> bool {
+        self.net.eq_ignore_ascii_case(name)
+    }
+
+    fn is_builtin(&self) -> bool {
+        self.is_net("IB") || self.is_net("Socket")
+    }
+
+    /// Why NCCL cannot do this at all.
+    pub(crate) fn impossible(&self) -> Option<String> {
+        if self.is_net("Socket") && self.path.is_gpu_memory() {
+            return Some("NCCL's Socket transport takes host memory only".to_owned());
+        }
+        if self.is_net("IB") && self.path == GpuPath::Peermem && !PEER_MEMORY.iter().any(|f| Path::new(f).exists()) {
+            let files = PEER_MEMORY.join(", ");
+            return Some(format!("NCCL's IB transport offers it only where one of {files} exists, and none does"));
+        }
+        if self.flush && self.path == GpuPath::Host {
+            return Some("data in host memory need no flush, NCCL never asks for one".to_owned());
+        }
+        None
+    }
+
+    /// A name for files.
+    pub(crate) fn slug(&self) -> String {
+        let flush = if self.flush { "-flush" } else { "" };
+        format!("{}-{}{flush}-{}ranks", self.net, self.path.name(), self.ranks)
+    }
+
+    /// The environment of every rank; `{rank}` stands for its number.
+    pub(crate) fn environment(
+        &self,
+        libraries: &Libraries,
+        protocol: Option<&str>,
+        channels: u32,
+        log: &Path,
+    ) -> anyhow::Result<Vec<(String, String)>> {
+        let channels = channels.to_string();
+        let log = log.to_string_lossy();
+        let mut env = vec![
+            ("NCCL_HOSTID", "nccl-rdma-host{rank}"),
+            ("NCCL_NET", &self.net),
+            ("NCCL_DEBUG", "INFO"),
+            ("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV"),
+            ("NCCL_DEBUG_FILE", &log),
+            // Kernels of all ranks must fit on the GPU at once.
+            ("NCCL_MAX_NCHANNELS", &channels),
+        ];
+        env.extend(protocol.map(|protocol| ("NCCL_PROTO", protocol)));
+        match self.path {
+            GpuPath::Host => env.push(("NCCL_NET_GDR_LEVEL", "LOC")),
+            // NCCL's log tells these two apart only by what was made impossible.
+            GpuPath::Dmabuf => env.extend([
+                ("NCCL_NET_GDR_LEVEL", "SYS"),
+                ("NCCL_DMABUF_ENABLE", "1"),
+                ("NCCL_NET_RDMA_PEERMEM", "off"),
+            ]),
+            GpuPath::Peermem => env.extend([
+                ("NCCL_NET_GDR_LEVEL", "SYS"),
+                ("NCCL_DMABUF_ENABLE", "0"),
+                ("NCCL_NET_RDMA_PEERMEM", "on"),
+            ]),
+            GpuPath::Auto => {}
+        }
+        if self.flush {
+            env.push(("NCCL_NET_FORCE_FLUSH", "1"));
+        }
+        if self.is_builtin() {
+            env.push(("NCCL_NET_PLUGIN", "none"));
+        }
+        if self.is_net("IB") {
+            // By default 2.28.9 looks for GPU-initiated networking, and crashes where no adapter is a mlx5 one.
+            env.push(("NCCL_GIN_TYPE", "2"));
+        }
+        let mut env: Vec<_> = env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+        let search = std::env::var_os("LD_LIBRARY_PATH");
+        if let Some(adapter) = &libraries.adapter {
+            env.push(("NCCL_IBVERBS_LIB".to_owned(), adapter.to_string_lossy().into_owned()));
+            if self.is_net("IB") {
+                env.push(("LD_LIBRARY_PATH".to_owned(), before(adapter_folder(adapter)?, search.clone())));
+            }
+        }
+        if let Some(fabric) = &libraries.fabric {
+            env.push(("SOFT_HCA_FABRIC".to_owned(), fabric.to_string_lossy().into_owned()));
+        }
+        if !self.is_builtin() {
+            env.extend(plugin_env(&libraries.plugin, search)?);
+        }
+        Ok(env)
+    }
+
+    /// Judges the log of one rank: the network in use, and on each channel the way that GPU data took.
+    pub(crate) fn proven(&self, log: &str) -> anyhow::Result<()> {
+        uses_network(log, &self.net)?;
+        let channels: Vec<_> = log.lines().filter_map(|line| Some(line.split_once(" via NET/")?.1.trim())).collect();
+        let mark = format!("via NET/{}", self.net);
+        ensure!(!channels.is_empty(), "no channel line says '{mark}': the data did not take the network");
+        let other = channels.iter().find(|c| !c.split('/').next().is_some_and(|net| self.is_net(net)));
+        ensure!(other.is_none(), "a channel goes 'via NET/{}', not '{mark}'", other.unwrap_or(&""));
+        let direct = channels.iter().filter(|c| c.contains("/GDRDMA")).count();
+        let all = channels.len();
+        if self.path == GpuPath::Host {
+            ensure!(direct == 0, "{direct} of {all} channels use GPUDirect (GDRDMA), none should");
+        }
+        if self.path.is_gpu_memory() {
+            let why = log.lines().filter_map(|line| Some(line.split_once("GPU Direct RDMA Disabled")?.1)).next();
+            let why = why.map_or_else(String::new, |why| format!("; NCCL: GPU Direct RDMA Disabled{why}"));
+            ensure!(direct == all, "{direct} of {all} channels use GPUDirect (GDRDMA), all should{why}");
+        }
+        let dmabuf = log.contains("DMA-BUF is available on GPU device");
+        match self.path {
+            GpuPath::Dmabuf => {
+                ensure!(dmabuf, "no line says 'DMA-BUF is available on GPU device': the driver has none")
+            }
+            GpuPath::Peermem => ensure!(!dmabuf, "NCCL says 'DMA-BUF is available', so it may have used that instead"),
+            GpuPath::Host | GpuPath::Auto => {}
+        }
+        Ok(())
+    }
+}
+
+/// NCCL's log must name this network and no other.
+fn uses_network(log: &str, net: &str) -> anyhow::Result<()> {
+    let mark = "Using network ";
+    let used: Vec<_> = log.lines().filter_map(|l| Some(l.split_once(mark)?.1.trim())).collect();
+    ensure!(!used.is_empty(), "no line says '{mark}{net}'");
+    let other = used.iter().find(|name| !name.eq_ignore_ascii_case(net));
+    other.map_or(Ok(()), |name| bail!("NCCL was using network {name}, not {net}"))
+}
+
+fn before(folder: &Path, search: Option<OsString>) -> String {
+    let folder = folder.to_string_lossy();
+    match search.filter(|search| !search.is_empty()) {
+        Some(search) => format!("{folder}:{}", search.to_string_lossy()),
+        None => folder.into_owned(),
+    }
+}
+
+/// The folder in which NCCL before 2.30 finds this libibverbs: it tries the name without a version first, by the
+/// dynamic linker's search.
+fn adapter_folder(adapter: &Path) -> anyhow::Result<&Path> {
+    let folder = adapter.parent().filter(|folder| folder.is_absolute());
+    let folder = folder.with_context(|| format!("{}: not an absolute path", adapter.display()))?;
+    for name in ["libibverbs.so", "libibverbs.so.1"] {
+        ensure!(folder.join(name).exists(), "{} has no {name}, by which NCCL looks for it", folder.display());
+    }
+    Ok(folder)
+}
+
+/// How NCCL finds the plugin in every version: a folder to search and the word between `libnccl-net-` and `.so`.
+fn plugin_env(plugin: &Path, search: Option<OsString>) -> anyhow::Result<Vec<(String, String)>> {
+    let whole = plugin.to_string_lossy().into_owned();
+    let name = plugin.file_name().unwrap_or_default().to_string_lossy();
+    let word = name.strip_prefix("libnccl-net-").and_then(|n| n.strip_suffix(".so"));
+    let (Some(word), true) = (word, whole.contains('/')) else {
+        return Ok(vec![("NCCL_NET_PLUGIN".to_owned(), whole)]);
+    };
+    let plugin = plugin.canonicalize().with_context(|| whole.clone())?;
+    let path = before(plugin.parent().unwrap_or_else(|| Path::new("/")), search);
+    Ok(vec![("NCCL_NET_PLUGIN".to_owned(), word.to_owned()), ("LD_LIBRARY_PATH".to_owned(), path)])
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+    use std::fs;
+
+    use super::*;
+
+    fn setting(net: &str, path: GpuPath) -> Setting {
+        Setting { net: net.to_owned(), path, flush: false, ranks: 2 }
+    }
+
+    fn environment(setting: &Setting, adapter: Option<PathBuf>) -> anyhow::Result<HashMap<String, String>> {
+        let fabric = Some(PathBuf::from("/fabric.toml"));
+        let libraries = Libraries { plugin: PathBuf::from("libnccl-net-rdma.so"), adapter, fabric };
+        Ok(setting.environment(&libraries, Some("LL"), 2, Path::new("/log-{rank}"))?.into_iter().collect())
+    }
+
+    #[test]
+    fn each_path_has_its_settings() {
+        let host = environment(&setting("RDMA", GpuPath::Host), None).unwrap();
+        assert_eq!(host["NCCL_NET_GDR_LEVEL"], "LOC");
+        assert_eq!(host["NCCL_PROTO"], "LL");
+        assert_eq!(host["SOFT_HCA_FABRIC"], "/fabric.toml");
+        assert!(!host.contains_key("NCCL_NET_FORCE_FLUSH"));
+        let dmabuf = environment(&setting("RDMA", GpuPath::Dmabuf), None).unwrap();
+        assert_eq!((&*dmabuf["NCCL_NET_GDR_LEVEL"], &*dmabuf["NCCL_DMABUF_ENABLE"]), ("SYS", "1"));
+        assert_eq!(dmabuf["NCCL_NET_RDMA_PEERMEM"], "off");
+        let peermem = environment(&Setting { flush: true, ..setting("RDMA", GpuPath::Peermem) }, None).unwrap();
+        assert_eq!((&*peermem["NCCL_NET_GDR_LEVEL"], &*peermem["NCCL_DMABUF_ENABLE"]), ("SYS", "0"));
+        assert_eq!((&*peermem["NCCL_NET_RDMA_PEERMEM"], &*peermem["NCCL_NET_FORCE_FLUSH"]), ("on", "1"));
+    }
+
+    #[test]
+    fn nccls_own_transport_finds_the_adapter_in_every_version() {
+        let folder = tempfile::tempdir().unwrap();
+        let adapter = folder.path().join("libibverbs.so.1");
+        fs::write(&adapter, "").unwrap();
+        let ib = setting("IB", GpuPath::Host);
+        let error = environment(&ib, Some(adapter.clone())).unwrap_err().to_string();
+        assert!(error.contains("has no libibverbs.so,"), "{error}");
+        fs::write(folder.path().join("libibverbs.so"), "").unwrap();
+        let env = environment(&ib, Some(adapter.clone())).unwrap();
+        assert!(env["LD_LIBRARY_PATH"].starts_with(folder.path().to_str().unwrap()));
+        assert_eq!(env["NCCL_IBVERBS_LIB"], adapter.to_str().unwrap());
+        assert_eq!((&*env["NCCL_NET"], &*env["NCCL_NET_PLUGIN"], &*env["NCCL_GIN_TYPE"]), ("IB", "none", "2"));
+        let ours = environment(&setting("RDMA", GpuPath::Host), Some(adapter)).unwrap();
+        assert!(!ours.contains_key("NCCL_GIN_TYPE") && ours["NCCL_NET_PLUGIN"] == "libnccl-net-rdma.so");
+        assert!(environment(&ib, Some("libibverbs.so.1".into())).unwrap_err().to_string().contains("absolute"));
+    }
+
+    #[test]
+    fn what_nccl_cannot_do_has_a_reason() {
+        assert!(setting("Socket", GpuPath::Dmabuf).impossible().unwrap().contains("host memory only"));
+        let flush = Setting { flush: true, ..setting("RDMA", GpuPath::Host) };
+        assert!(flush.impossible().unwrap().contains("no flush"));
+        if !PEER_MEMORY.iter().any(|file| Path::new(file).exists()) {
+            assert!(setting("IB", GpuPath::Peermem).impossible().unwrap().contains("nvidia_peermem"));
+        }
+        for (net, path) in [("RDMA", GpuPath::Peermem), ("IB", GpuPath::Dmabuf), ("Socket", GpuPath::Host)] {
+            assert_eq!(setting(net, path).impossible(), None);
+        }
+    }
+
+    const START: &str = "gpu:7:7 [0] NCCL INFO Using network RDMA\n";
+    const AVAILABLE: &str = "gpu:7:7 [0] NCCL INFO DMA-BUF is available on GPU device 0\n";
+
+    fn channel(via: &str) -> String {
+        format!("gpu:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/{via}\n")
+    }
+
+    #[test]
+    fn the_channels_say_which_way_the_data_took() {
+        let host = START.to_owned() + &channel("RDMA/0") + &channel("RDMA/0/Shared");
+        let direct =
+            START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &channel("RDMA/0(1)/GDRDMA(PCI)/Shared");
+        let half = host.clone() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        setting("RDMA", GpuPath::Host).proven(&host).unwrap();
+        setting("RDMA", GpuPath::Dmabuf).proven(&direct).unwrap();
+        setting("RDMA", GpuPath::Auto).proven(&half).unwrap();
+        let peermem = setting("RDMA", GpuPath::Peermem);
+        peermem.proven(&direct.replace(AVAILABLE, "")).unwrap();
+        let says = |path, log: &str| setting("RDMA", path).proven(log).unwrap_err().to_string();
+        assert!(says(GpuPath::Peermem, &direct).contains("DMA-BUF is available"));
+        assert!(says(GpuPath::Dmabuf, &direct.replace(AVAILABLE, "")).contains("DMA-BUF is available"));
+        assert!(says(GpuPath::Host, &direct).starts_with("2 of 2 channels"));
+        assert!(says(GpuPath::Host, &half).starts_with("1 of 3 channels"));
+        let why = "gpu:7:7 [0] NCCL INFO GPU Direct RDMA Disabled for GPU 0 / HCA 0 (distance 8 > 2)\n";
+        let error = says(GpuPath::Dmabuf, &(half + why));
+        assert!(error.starts_with("1 of 3") && error.contains("distance 8 > 2"), "{error}");
+        assert!(says(GpuPath::Host, START).contains("no channel line"));
+        assert!(says(GpuPath::Host, &(START.to_owned() + &channel("Socket/0"))).contains("via NET/Socket/0"));
+    }
+
+    #[test]
+    fn a_silent_fallback_to_another_network_is_seen() {
+        uses_network("x NCCL INFO Using network RDMA\n", "RDMA").unwrap();
+        assert!(uses_network("x NCCL INFO Using network Socket\n", "RDMA").is_err());
+        assert!(uses_network("Using network RDMA\nUsing network IB\n", "RDMA").is_err());
+        assert!(uses_network("", "RDMA").unwrap_err().to_string().contains("no line"));
+    }
+
+    #[test]
+    fn nccl_is_given_the_folder_and_the_word() {
+        let folder = tempfile::tempdir().unwrap();
+        let plugin = folder.path().join("libnccl-net-rdma.so");
+        fs::write(&plugin, "").unwrap();
+        let env = plugin_env(&plugin, Some("/old".into())).unwrap();
+        assert_eq!(env[0].1, "rdma");
+        assert_eq!(env[1].1, format!("{}:/old", folder.path().canonicalize().unwrap().display()));
+        let bare = plugin_env(Path::new("libnccl-net-rdma.so"), None).unwrap();
+        assert_eq!(bare, [("NCCL_NET_PLUGIN".to_owned(), "libnccl-net-rdma.so".to_owned())]);
+    }
+}
