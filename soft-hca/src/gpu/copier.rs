@@ -127,7 +127,7 @@ impl Copier {
 
     pub(super) fn submit(&mut self) {
         let under_way = self.started - self.device.done().min(self.started);
-        if !self.filling.is_empty() && under_way < DEPTH {
+        if !self.filling.is_empty() && under_way < DEPTH && self.device.accepts(&self.filling) {
             self.launch();
         }
     }
@@ -164,6 +164,9 @@ impl Copier {
         }
         if batch > self.started {
             self.submit();
+        }
+        if let Err(error) = self.device.poll() {
+            self.fail(&error);
         }
         if done != self.seen {
             self.seen = done;

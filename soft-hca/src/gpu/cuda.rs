@@ -19,17 +19,33 @@ const TILE: u64 = 16 << 10;
 /// Enough to saturate the memory bus of the largest GPUs with copies; few enough to leave the program its GPU.
 const MAX_BLOCKS: u64 = 32;
 
+/// What one block copies as fast as several would, counted in tiles: such a batch may go by mail.
+const SMALL: u64 = 4;
+
 /// `Batch` of copy.cu.
 #[repr(C)]
 struct Batch {
     items: [Item; ITEMS],
     ticket: u64,
     done: u64,
+    left: u64,
+    mails: u64,
     blocks_done: u64,
     count: u32,
 }
 
-const _: () = assert!(ITEMS == 64 && size_of::<Batch>() == 1568 && size_of::<Item>() == 24);
+/// `Mail` of copy.cu, as words: the tickets are in the second and the fourth, and each is written after the word before it.
+type Mail = [AtomicU64; 4];
+const PLACES: u64 = 4;
+const END: u32 = u32::MAX;
+
+/// Pinned: the pool, the mailbox, and two words that the kernel writes, on lines of their own.
+const MAILS: usize = POOL;
+const DONE: usize = MAILS + 4 * ITEMS * size_of::<Mail>();
+const LEFT: usize = DONE + 128;
+const PINNED: usize = LEFT + 128;
+
+const _: () = assert!(ITEMS == 64 && size_of::<Batch>() == 1584 && size_of::<Item>() == 24 && PLACES == 4);
 
 fn check(call: &str, result: CUresult) -> Result<(), String> {
     if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{call}: {result:?}")) }
@@ -98,14 +114,20 @@ impl Drop for Entered {
     }
 }
 
+fn tiles(items: &[Item]) -> u64 {
+    items.iter().map(|item| item.len.div_ceil(TILE)).sum()
+}
+
 pub(super) struct Device {
     ordinal: c_int,
     context: cu::CUcontext,
     stream: cu::CUstream,
     kernel: cu::CUfunction,
-    /// Pinned: the pool, and behind it the word that the kernel writes.
     pinned: *mut u8,
     blocks_done: cu::CUdeviceptr,
+    /// The last batch handed over, and the first of the last kernel: it has ended when `LEFT` is no less.
+    handed: u64,
+    first: u64,
 }
 
 // SAFETY: CUDA's handles may be used from any thread; the engine's lock sees to one at a time.
@@ -124,6 +146,8 @@ impl Device {
             kernel: ptr::null_mut(),
             pinned: ptr::null_mut(),
             blocks_done: 0,
+            handed: 0,
+            first: 0,
         };
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: two ints to write.
@@ -142,14 +166,16 @@ impl Device {
         check("cuModuleGetFunction", result)?;
         let mut pinned: *mut c_void = ptr::null_mut();
         // SAFETY: one pointer to write.
-        let result = unsafe { cu::cuMemHostAlloc(&raw mut pinned, POOL + 64, cu::CU_MEMHOSTALLOC_PORTABLE) };
+        let result = unsafe { cu::cuMemHostAlloc(&raw mut pinned, PINNED, cu::CU_MEMHOSTALLOC_PORTABLE) };
         check("cuMemHostAlloc", result)?;
         device.pinned = pinned.cast();
         // SAFETY: one address to write.
         check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut device.blocks_done, 256) })?;
         // SAFETY: inside the allocation above.
         check("cuMemsetD8Async", unsafe { cu::cuMemsetD8Async(device.blocks_done, 0, 256, device.stream) })?;
-        device.word().store(0, Ordering::Release);
+        for at in (MAILS..PINNED).step_by(8) {
+            device.word(at).store(0, Ordering::Release);
+        }
         // The first launch loads the kernel, which may wait for others; so not later, while a collective waits for us.
         super::Device::launch(&mut device, &[], 1)?;
         let start = std::time::Instant::now();
@@ -162,27 +188,65 @@ impl Device {
         Ok(device)
     }
 
-    fn word(&self) -> &AtomicU64 {
-        let at: *mut u64 = self.pinned.wrapping_add(POOL).cast();
-        // SAFETY: behind the pool, aligned, in an allocation that stays.
+    /// A word behind the pool.
+    fn word(&self, offset: usize) -> &AtomicU64 {
+        assert!((MAILS..PINNED).contains(&offset) && offset.is_multiple_of(8));
+        let at: *mut u64 = self.pinned.wrapping_add(offset).cast();
+        // SAFETY: inside an allocation that stays, aligned, and only reached as an atomic.
         unsafe { AtomicU64::from_ptr(at) }
     }
-}
 
-impl super::Device for Device {
-    fn launch(&mut self, items: &[Item], ticket: u64) -> Result<(), String> {
+    fn mail(&self, ticket: u64, item: usize) -> [&AtomicU64; 4] {
+        let place = usize::try_from(ticket % PLACES).unwrap_or(0);
+        let at = MAILS + (place * ITEMS + item) * size_of::<Mail>();
+        [0, 8, 16, 24].map(|word| self.word(at + word))
+    }
+
+    /// Puts a batch into the mailbox, its first item last: the kernel may be waiting for that.
+    fn post(&self, items: &[Item], ticket: u64, count: u32) {
+        let short = ticket & 0xffff_ffff;
+        let nothing = [Item::default()];
+        let items = if items.is_empty() { &nothing } else { items };
+        for (i, item) in items.iter().enumerate().rev() {
+            let [dst, head, src, tail] = self.mail(ticket, i);
+            src.store(item.src, Ordering::Release);
+            tail.store(item.len & 0xffff_ffff | short << 32, Ordering::Release);
+            dst.store(item.dst, Ordering::Release);
+            head.store(short | u64::from(count) << 32, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+    }
+
+    /// What was posted under a ticket.
+    fn posted(&self, ticket: u64) -> Vec<Item> {
+        let count = self.mail(ticket, 0)[1].load(Ordering::Relaxed) >> 32;
+        (0..usize::try_from(count).unwrap_or(0).min(ITEMS))
+            .map(|i| {
+                let [dst, _, src, tail] = self.mail(ticket, i).map(|word| word.load(Ordering::Relaxed));
+                Item { dst, src, len: tail & 0xffff_ffff }
+            })
+            .collect()
+    }
+
+    fn has_ended(&self) -> bool {
+        self.word(LEFT).load(Ordering::Acquire) >= self.first
+    }
+
+    fn start(&mut self, items: &[Item], ticket: u64, blocks: u64) -> Result<(), String> {
         let _entered = Entered::enter(self.context)?;
-        let tiles: u64 = items.iter().map(|item| item.len.div_ceil(TILE)).sum();
-        let blocks = u32::try_from(tiles.clamp(1, MAX_BLOCKS)).unwrap_or(1);
+        let at = |offset| self.word(offset).as_ptr().expose_provenance() as u64;
         let mut batch = Batch {
             items: [Item::default(); ITEMS],
             ticket,
-            done: self.word().as_ptr().expose_provenance() as u64,
+            done: at(DONE),
+            left: at(LEFT),
+            mails: at(MAILS),
             blocks_done: self.blocks_done,
             count: u32::try_from(items.len()).unwrap_or(0),
         };
         batch.items[..items.len()].copy_from_slice(items);
         let mut parameters: [*mut c_void; 1] = [(&raw mut batch).cast()];
+        let blocks = u32::try_from(blocks).unwrap_or(1);
         // What the CPU put into the pool is there before the GPU hears of it.
         fence(Ordering::SeqCst);
         // SAFETY: a loaded kernel with this one parameter; the ranges stay until the ticket is done.
@@ -201,11 +265,44 @@ impl super::Device for Device {
                 ptr::null_mut(),
             )
         };
+        self.first = ticket;
         check("cuLaunchKernel", result)
+    }
+}
+
+impl super::Device for Device {
+    /// A large batch needs a kernel of its own, behind everything else.
+    fn accepts(&self, items: &[Item]) -> bool {
+        tiles(items) <= SMALL || self.done() == self.handed
+    }
+
+    fn launch(&mut self, items: &[Item], ticket: u64) -> Result<(), String> {
+        let tiles = tiles(items);
+        self.handed = ticket;
+        if tiles <= SMALL {
+            self.post(items, ticket, u32::try_from(items.len()).unwrap_or(0));
+            return self.poll();
+        }
+        // If a kernel is still there it ends now, and the new one runs behind it.
+        self.post(&[], ticket, END);
+        self.start(items, ticket, tiles.min(MAX_BLOCKS))
+    }
+
+    /// Starts a kernel for what the last one did not wait for.
+    fn poll(&mut self) -> Result<(), String> {
+        if !self.has_ended() {
+            return Ok(());
+        }
+        let next = self.word(LEFT).load(Ordering::Acquire) + 1;
+        if next > self.handed {
+            return Ok(());
+        }
+        let items = self.posted(next);
+        self.start(&items, next, 1)
     }
 
     fn done(&self) -> u64 {
-        self.word().load(Ordering::Acquire)
+        self.word(DONE).load(Ordering::Acquire)
     }
 
     fn check(&self) -> Result<(), String> {

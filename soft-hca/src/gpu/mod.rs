@@ -55,6 +55,14 @@ pub(crate) trait Device: Send {
     /// Starts copying; `ticket` is what `done` answers when this batch and all before it have landed.
     fn launch(&mut self, items: &[Item], ticket: u64) -> Result<(), String>;
     fn done(&self) -> u64;
+    /// Could these be started now?
+    fn accepts(&self, _items: &[Item]) -> bool {
+        true
+    }
+    /// To be called again and again while something is under way.
+    fn poll(&mut self) -> Result<(), String> {
+        Ok(())
+    }
     /// An error that keeps batches from ever being done.
     fn check(&self) -> Result<(), String>;
     /// Host memory that the GPU reaches, of `copier::POOL` bytes.
