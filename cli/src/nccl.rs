@@ -74,9 +74,20 @@ fn join<'a>(nccl: &'a Nccl, seat: &Seat, mail: &mut Mailbox, name: &str) -> anyh
 fn proven(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> anyhow::Result<()> {
     (0..setting.ranks).try_for_each(|rank| {
         let file = log_of(&rank.to_string());
-        let log = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        setting.proven(&log).with_context(|| file.display().to_string())
+        let log = fs::read(&file).with_context(|| file.display().to_string())?;
+        setting.proven(&String::from_utf8_lossy(&log)).with_context(|| file.display().to_string())
     })
+}
+
+/// What NCCL warned of, for the message about a failure: the first lines of each rank.
+fn warnings(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> String {
+    let warned = |rank: usize| {
+        let log = fs::read(log_of(&rank.to_string())).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).into_owned();
+        let lines = log.lines().filter_map(|line| Some(line.split_once("NCCL WARN ")?.1)).take(3);
+        lines.map(|line| format!("\n    rank {rank}, NCCL WARN {line}")).collect::<String>()
+    };
+    (0..setting.ranks).map(warned).collect()
 }
 
 /// A log of an earlier run must not vouch for this one.
