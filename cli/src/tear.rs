@@ -43,6 +43,9 @@ pub(crate) struct Args {
     /// A case ends after this many milliseconds, however many writes are left
     #[arg(long, default_value_t = 1000, value_name = "MS")]
     case_limit: u64,
+    /// Bound of the whole in seconds
+    #[arg(long, default_value_t = 120, value_name = "S")]
+    time_limit: u64,
     /// Index of the GPU
     #[arg(long, default_value_t = 0)]
     device: i32,
@@ -151,7 +154,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }),
         env: adapter.environment(),
         same_host: false,
-        time_limit: Duration::from_secs(60) + (case_limit + Duration::from_secs(1)) * u32::try_from(cases.len())?,
+        time_limit: Duration::from_secs(args.time_limit),
         dies: None,
     };
     let mut rows: Vec<Row> = Vec::new();
