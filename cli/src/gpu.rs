@@ -1,11 +1,12 @@
-//! The CUDA driver and NCCL, both loaded at run time: as much of them as an all-reduce on one GPU needs. Where either is
-//! missing the error is an [`Absent`].
+//! The CUDA driver and NCCL, both loaded at run time: as much of them as an all-reduce and a kernel on one GPU need. Where
+//! either is missing the error is an [`Absent`].
 
-use std::ffi::{CStr, OsStr, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::path::Path;
-use std::ptr;
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
@@ -116,6 +117,67 @@ impl Gpu {
         cu("cuStreamSynchronize", unsafe { cuda::cuStreamSynchronize(self.stream) })
     }
 
+    /// Host memory that the GPU reaches as well.
+    pub(crate) fn alloc_host(&self, bytes: usize) -> anyhow::Result<HostMemory> {
+        let words = bytes.div_ceil(8).max(1);
+        let mut place = ptr::null_mut();
+        // SAFETY: a context is current; one pointer to write.
+        let result = unsafe { cuda::cuMemHostAlloc(&raw mut place, words * 8, cuda::CU_MEMHOSTALLOC_DEVICEMAP) };
+        cu("cuMemHostAlloc", result).with_context(|| format!("{bytes} bytes of host memory"))?;
+        let mut memory =
+            HostMemory { place: NonNull::new(place.cast()).context("cuMemHostAlloc: NULL")?, words, address: 0 };
+        // SAFETY: memory that was allocated to be mapped; one address to write.
+        let result = unsafe { cuda::cuMemHostGetDevicePointer_v2(&raw mut memory.address, place, 0) };
+        cu("cuMemHostGetDevicePointer", result)?;
+        memory.fill(0);
+        Ok(memory)
+    }
+
+    /// A kernel of this name in PTX.
+    pub(crate) fn load(&self, ptx: &str, name: &CStr) -> anyhow::Result<Kernel> {
+        let image = CString::new(ptx)?;
+        let mut module = ptr::null_mut();
+        // SAFETY: a context is current; PTX that ends in NUL. The module stays until the process ends.
+        let result = unsafe { cuda::cuModuleLoadData(&raw mut module, image.as_ptr().cast()) };
+        cu("cuModuleLoadData", result)?;
+        let mut function = ptr::null_mut();
+        // SAFETY: the module was loaded by the line above; a C string.
+        let result = unsafe { cuda::cuModuleGetFunction(&raw mut function, module, name.as_ptr()) };
+        cu("cuModuleGetFunction", result)?;
+        Ok(Kernel(function))
+    }
+
+    /// Starts a kernel and returns. Of each argument the driver takes as many bytes as the kernel says, the low ones.
+    ///
+    /// # Safety
+    /// The arguments are those of the kernel in number, size and order, and the memory that they name stays until the
+    /// kernel has ended.
+    pub(crate) unsafe fn launch(
+        &self,
+        kernel: &Kernel,
+        blocks: u32,
+        threads: u32,
+        arguments: &mut [u64],
+    ) -> anyhow::Result<()> {
+        let mut pointers: Vec<_> = arguments.iter_mut().map(|argument| ptr::from_mut(argument).cast()).collect();
+        let (list, none) = (pointers.as_mut_ptr(), ptr::null_mut());
+        // SAFETY: the caller promises the arguments, which are copied by the call.
+        let result = unsafe { cuda::cuLaunchKernel(kernel.0, blocks, 1, 1, threads, 1, 1, 0, self.stream, list, none) };
+        cu("cuLaunchKernel", result)
+    }
+
+    /// Waits for the stream, but not for ever.
+    pub(crate) fn wait(&self, patience: Duration) -> anyhow::Result<()> {
+        let deadline = Instant::now() + patience;
+        while !self.idle()? {
+            if Instant::now() > deadline {
+                bail!("the GPU is not done after {patience:?}");
+            }
+            yield_now();
+        }
+        Ok(())
+    }
+
     /// Whether everything on the stream is done.
     fn idle(&self) -> anyhow::Result<bool> {
         // SAFETY: a stream of the current context.
@@ -133,12 +195,53 @@ pub(crate) struct DeviceMemory {
     bytes: usize,
 }
 
+impl DeviceMemory {
+    pub(crate) fn address(&self) -> u64 {
+        self.address
+    }
+}
+
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated by cuMemAlloc; every operation on it has been waited for. A failure leaks, no more.
         let _ = unsafe { cuda::cuMemFree_v2(self.address) };
     }
 }
+
+/// Page-locked host memory that the GPU reaches as well, in words that host, GPU and adapters may touch at any time.
+#[derive(Debug)]
+pub(crate) struct HostMemory {
+    place: NonNull<AtomicU64>,
+    words: usize,
+    address: cuda::CUdeviceptr,
+}
+
+impl HostMemory {
+    /// For the GPU.
+    pub(crate) fn device_address(&self) -> u64 {
+        self.address
+    }
+
+    pub(crate) fn words(&self) -> &[AtomicU64] {
+        // SAFETY: as many words were allocated, set to 0, and live as long as self.
+        unsafe { std::slice::from_raw_parts(self.place.as_ptr(), self.words) }
+    }
+
+    pub(crate) fn fill(&self, value: u64) {
+        self.words().iter().for_each(|word| word.store(value, Ordering::Relaxed));
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated by cuMemHostAlloc, freed once. A failure leaks, no more.
+        let _ = unsafe { cuda::cuMemFreeHost(self.place.as_ptr().cast()) };
+    }
+}
+
+/// Code for the GPU.
+#[derive(Debug)]
+pub(crate) struct Kernel(cuda::CUfunction);
 
 /// `ncclUniqueId`.
 #[repr(C)]

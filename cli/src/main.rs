@@ -1,6 +1,7 @@
 //! The `nccl-rdma` command: looks at, proves and measures the plugin through nothing but the table that NCCL uses.
 
 mod abi;
+mod adapter;
 mod contract;
 mod cost;
 mod devices;
@@ -12,6 +13,7 @@ mod pipe;
 mod procs;
 mod ring;
 mod table;
+mod tear;
 mod wire;
 
 use std::path::PathBuf;
@@ -70,6 +72,8 @@ enum Command {
     NcclCheck(nccl::check::Args),
     /// The plugin, NCCL's own IB transport and its Socket transport side by side on a GPU: all_reduce, times and ratios
     NcclCompare(nccl::compare::Args),
+    /// Whether writes reach GPU and host memory in the whole units that NCCL's LL and LL128 need, watched by a kernel
+    Tear(tear::Args),
     /// Instructions per message, counted by callgrind over a software adapter without threads
     #[command(hide = true)]
     Cost(cost::CostArgs),
@@ -222,6 +226,7 @@ fn main() -> ExitCode {
         Command::Perf(args) => args.run(),
         Command::NcclCheck(args) => nccl::check::run(&args),
         Command::NcclCompare(args) => nccl::compare::run(&args),
+        Command::Tear(args) => tear::run(&args),
         Command::Cost(args) => cost::run(&args),
         Command::Rank { seat } => {
             return procs::rank_main(&seat, |seat, mail| match &seat.job {
@@ -229,6 +234,7 @@ fn main() -> ExitCode {
                 Job::Ring(job) => ring::rank_main(job, seat, mail),
                 Job::Perf(job) => perf::rank_main(job, seat, mail),
                 Job::NcclCheck(job) => nccl::check::rank_main(job, seat, mail),
+                Job::Tear(job) => tear::rank_main(job, mail),
                 Job::NcclCompare(job) => nccl::compare::rank_main(job, seat, mail),
             });
         }

@@ -11,15 +11,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 
+use crate::adapter::AdapterArgs;
 use crate::gpu::{Communicator, Kind, Nccl};
 use crate::procs::{Mailbox, Seat};
 pub(crate) use setting::{GpuPath, Libraries, Setting};
 
 /// One all-reduce that takes longer has hung.
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// What soft-hca is told to be when nobody says otherwise.
-const FABRIC: &str = include_str!("../../soft-hca/examples/gpu.toml");
 
 /// Options that every run of NCCL takes.
 #[derive(Debug, clap::Args)]
@@ -28,12 +26,8 @@ pub(crate) struct Common {
     /// command, then the dynamic linker's search]
     #[arg(long, value_name = "PATH")]
     plugin: Option<PathBuf>,
-    /// The libibverbs for plugin and NCCL [default: the system's]
-    #[arg(long, value_name = "PATH", env = "NCCL_IBVERBS_LIB")]
-    adapter: Option<PathBuf>,
-    /// The fabric file for soft-hca, with the hosts h0, h1, ... [default: soft-hca/examples/gpu.toml]
-    #[arg(long, value_name = "FILE", env = "SOFT_HCA_FABRIC")]
-    fabric: Option<PathBuf>,
+    #[command(flatten)]
+    adapter: AdapterArgs,
     /// NCCL's library [default: libnccl.so.2, then libnccl.so, by the dynamic linker's search]
     #[arg(long, value_name = "PATH")]
     nccl: Option<PathBuf>,
@@ -59,20 +53,7 @@ impl Common {
 
     fn libraries(&self, logs: &Path) -> anyhow::Result<Libraries> {
         let plugin = self.plugin.clone().unwrap_or_else(crate::abi::default_plugin);
-        // A name without a folder is for the dynamic linker to find.
-        let whole =
-            |path: &PathBuf| if path.components().count() > 1 { std::path::absolute(path) } else { Ok(path.clone()) };
-        let adapter = self.adapter.as_ref().map(whole).transpose()?;
-        let fabric = match &self.fabric {
-            Some(file) => Some(file.canonicalize().with_context(|| file.display().to_string())?),
-            None if adapter.is_some() => {
-                let file = logs.join("fabric.toml");
-                fs::write(&file, FABRIC).with_context(|| file.display().to_string())?;
-                Some(file)
-            }
-            None => None,
-        };
-        Ok(Libraries { plugin, adapter, fabric })
+        Ok(Libraries { plugin, adapter: self.adapter.resolve(logs)? })
     }
 }
 
@@ -93,9 +74,20 @@ fn join<'a>(nccl: &'a Nccl, seat: &Seat, mail: &mut Mailbox, name: &str) -> anyh
 fn proven(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> anyhow::Result<()> {
     (0..setting.ranks).try_for_each(|rank| {
         let file = log_of(&rank.to_string());
-        let log = fs::read_to_string(&file).with_context(|| file.display().to_string())?;
-        setting.proven(&log).with_context(|| file.display().to_string())
+        let log = fs::read(&file).with_context(|| file.display().to_string())?;
+        setting.proven(&String::from_utf8_lossy(&log)).with_context(|| file.display().to_string())
     })
+}
+
+/// What NCCL warned of, for the message about a failure: the first lines of each rank.
+fn warnings(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> String {
+    let warned = |rank: usize| {
+        let log = fs::read(log_of(&rank.to_string())).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).into_owned();
+        let lines = log.lines().filter_map(|line| Some(line.split_once("NCCL WARN ")?.1)).take(3);
+        lines.map(|line| format!("\n    rank {rank}, NCCL WARN {line}")).collect::<String>()
+    };
+    (0..setting.ranks).map(warned).collect()
 }
 
 /// A log of an earlier run must not vouch for this one.

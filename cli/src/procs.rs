@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
-use crate::{contract, nccl, perf, ring};
+use crate::{contract, nccl, perf, ring, tear};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -37,6 +37,7 @@ pub(crate) enum Job {
     Perf(perf::Job),
     NcclCheck(nccl::check::Job),
     NcclCompare(nccl::compare::Job),
+    Tear(tear::Job),
 }
 
 /// A set of ranks to start.

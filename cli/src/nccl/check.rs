@@ -168,7 +168,7 @@ impl Check<'_> {
             }
         })?;
         if let Some(why) = procs::failure(&outcomes) {
-            bail!("{why}");
+            bail!("{why}{}", super::warnings(setting, log_of));
         }
         let expected = self.job.sizes.len() * Kind::ALL.len();
         ensure!(rows == expected, "{rows} of {expected} rows came");

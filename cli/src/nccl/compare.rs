@@ -285,7 +285,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         nccl: version,
         gpu,
         channels: common.channels,
-        mps: std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").is_some() || Path::new("/tmp/nvidia-mps").exists(),
+        mps: mps_runs(),
         networks: args.nets.clone(),
         turns_done: done,
         turns_planned: planned,
@@ -307,6 +307,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     ensure!(report.failures.is_empty(), "failed: {}", report.failures.join("; "));
     ensure!(!report.lines.is_empty(), "nothing was measured in the time that there was");
     Ok(())
+}
+
+/// The control daemon of CUDA MPS leaves this where clients look for it.
+fn mps_runs() -> bool {
+    let folder = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY").unwrap_or_else(|| "/tmp/nvidia-mps".into());
+    Path::new(&folder).join("control").exists()
 }
 
 /// The turns of one round, and what cannot be done.
@@ -347,10 +353,15 @@ impl Compare<'_> {
                 gathered.add(row);
             }
         })?;
-        let failure = procs::failure(&outcomes);
+        let failure = procs::failure(&outcomes).map(|why| why + &super::warnings(setting, log_of));
         // Times of another network than the one that was asked for would be worse than none.
         if let Err(unproven) = super::proven(setting, log_of) {
-            bail!(failure.map_or_else(|| format!("{unproven:#}"), |why| format!("{why} ({unproven:#})")));
+            bail!(failure.map_or_else(|| format!("{unproven:#}"), |why| format!("{unproven:#}; {why}")));
+        }
+        if failure.is_none() {
+            let first = log_of("0");
+            let log = fs::read(&first).with_context(|| first.display().to_string())?;
+            took_protocols(&String::from_utf8_lossy(&log), &self.job.protocols)?;
         }
         gathered.complete.iter().for_each(|row| measured.add(setting, row));
         if let Some(why) = failure {
@@ -360,6 +371,18 @@ impl Compare<'_> {
         ensure!(gathered.complete.len() == expected, "{} of {expected} rows came", gathered.complete.len());
         Ok(expected)
     }
+}
+
+/// NCCL tells of the variable each time it reads it: one process goes through all protocols.
+fn took_protocols(log: &str, protocols: &[String]) -> anyhow::Result<()> {
+    let told: Vec<_> = log.lines().filter_map(|line| line.split_once("NCCL_PROTO set by environment to ")).collect();
+    let missing = protocols.iter().find(|p| *p != DEFAULT && !told.iter().any(|(_, value)| value.trim() == *p));
+    ensure!(
+        missing.is_none(),
+        "no line says 'NCCL_PROTO set by environment to {}'",
+        missing.map_or("", String::as_str)
+    );
+    Ok(())
 }
 
 /// Rows of all ranks become one: an operation takes as long as the slowest rank.
@@ -425,7 +448,7 @@ impl Report {
         let mut text = format!(
             "`{}`\n\nNCCL {} on {}, up to {} channels, {mps}; all_reduce of float, out of place; {} of {} turns. Time of one \
              operation: median (min..max) of all repetitions of all turns; busbw in GB/s; ratios of times, above 1 {base} \
-             is faster; Socket always goes through host memory.\n\n{table}\n",
+             is faster; Socket, and protocol LL on every path, go through host memory.\n\n{table}\n",
             self.command, self.nccl, self.gpu, self.channels, self.turns_done, self.turns_planned
         );
         for (word, list) in [("Failed", &self.failures), ("Skipped", &self.skipped)] {
@@ -600,6 +623,13 @@ mod tests {
         assert!(text.contains("| -"), "{text}");
         assert!(text.contains("\n- Failed: IB, path host, 2 ranks: rank 0: it broke\n"), "{text}");
         assert!(serde_json::to_string(&report).unwrap().contains("\"median_us\""));
+    }
+
+    #[test]
+    fn a_protocol_that_was_not_taken_is_seen() {
+        let log = "x NCCL INFO NCCL_PROTO set by environment to LL128\nx NCCL INFO Using network RDMA\n";
+        took_protocols(log, &names(&[DEFAULT, "LL128"])).unwrap();
+        assert!(took_protocols(log, &names(&["LL"])).unwrap_err().to_string().ends_with("to LL'"));
     }
 
     #[test]

@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail, ensure};
 
+use crate::adapter::Adapter;
+
 /// Where the data are while the network reads or writes them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
 pub(crate) enum GpuPath {
@@ -38,10 +40,7 @@ impl GpuPath {
 #[derive(Clone, Debug)]
 pub(crate) struct Libraries {
     pub(crate) plugin: PathBuf,
-    /// The libibverbs of plugin and NCCL; none: the system's.
-    pub(crate) adapter: Option<PathBuf>,
-    /// Tells soft-hca what there is; none: it has its own idea.
-    pub(crate) fabric: Option<PathBuf>,
+    pub(crate) adapter: Adapter,
 }
 
 /// One way to run NCCL.
@@ -146,14 +145,9 @@ impl Setting {
         }
         let mut env: Vec<_> = env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
         let search = std::env::var_os("LD_LIBRARY_PATH");
-        if let Some(adapter) = &libraries.adapter {
-            env.push(("NCCL_IBVERBS_LIB".to_owned(), adapter.to_string_lossy().into_owned()));
-            if self.is_net("IB") {
-                env.push(("LD_LIBRARY_PATH".to_owned(), before(adapter_folder(adapter)?, search.clone())));
-            }
-        }
-        if let Some(fabric) = &libraries.fabric {
-            env.push(("SOFT_HCA_FABRIC".to_owned(), fabric.to_string_lossy().into_owned()));
+        env.extend(libraries.adapter.environment());
+        if let Some(library) = libraries.adapter.library.as_ref().filter(|_| self.is_net("IB")) {
+            env.push(("LD_LIBRARY_PATH".to_owned(), before(adapter_folder(library)?, search.clone())));
         }
         if !self.is_builtin() {
             env.extend(plugin_env(&libraries.plugin, search)?);
@@ -243,9 +237,9 @@ mod tests {
         Setting { net: net.to_owned(), path, flush: false, ranks: 2 }
     }
 
-    fn environment(setting: &Setting, adapter: Option<PathBuf>) -> anyhow::Result<HashMap<String, String>> {
-        let fabric = Some(PathBuf::from("/fabric.toml"));
-        let libraries = Libraries { plugin: PathBuf::from("libnccl-net-rdma.so"), adapter, fabric };
+    fn environment(setting: &Setting, library: Option<PathBuf>) -> anyhow::Result<HashMap<String, String>> {
+        let adapter = Adapter { library, fabric: Some(PathBuf::from("/fabric.toml")) };
+        let libraries = Libraries { plugin: PathBuf::from("libnccl-net-rdma.so"), adapter };
         Ok(setting.environment(&libraries, Some("LL"), 2, Path::new("/log-{rank}"))?.into_iter().collect())
     }
 
