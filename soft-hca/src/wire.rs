@@ -68,7 +68,7 @@ impl Frame {
 
     /// Bytes behind the header.
     pub(crate) fn payload(&self) -> u32 {
-        if self.by_reference { crate::gpu::REFERENCE as u32 } else { self.len }
+        if self.by_reference { u32::try_from(crate::gpu::REFERENCE).unwrap_or(0) } else { self.len }
     }
 
     pub(crate) fn encode(&self) -> [u8; HEADER] {

@@ -208,10 +208,10 @@ impl Copier {
                 continue;
             }
             while self.filling.len() == ITEMS {
-                self.submit();
-                if self.failed {
+                if self.progress(self.started) == Progress::Failed {
                     return None;
                 }
+                self.submit();
             }
             self.filling.push(item(part.dst, part.src, part.len));
         }

@@ -214,7 +214,12 @@ extern "C" __attribute__((global)) void soft_hca_copy(const Batch batch) {
     const u32 blocks = __nvvm_read_ptx_sreg_nctaid_x();
     const u64 born = nanoseconds();
     if (thread == 0) count = batch.count;
-    if (thread < batch.count) items[thread] = batch.items[thread];
+    if (thread < batch.count) {
+        // Word by word: as a whole the parameter would be copied to the stack first.
+        items[thread].dst = batch.items[thread].dst;
+        items[thread].src = batch.items[thread].src;
+        items[thread].len = batch.items[thread].len;
+    }
     __syncthreads();
     copy_items(thread, block, blocks);
     __syncthreads();
