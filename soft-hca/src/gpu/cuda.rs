@@ -418,3 +418,30 @@ impl Device {
         result.map(|()| at)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn the_ptx_is_that_of_the_source() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("copy.ptx");
+        let args = "-x cuda -nocudainc -nocudalib --cuda-device-only --cuda-gpu-arch=sm_70 -O3 -S";
+        let made = Command::new("clang-14")
+            .args(args.split(' '))
+            .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/src/gpu/copy.cu"))
+            .arg("-o")
+            .arg(&out)
+            .status();
+        match made {
+            Ok(status) => {
+                assert!(status.success());
+                assert_eq!(std::fs::read_to_string(out).unwrap() + "\0", KERNEL);
+            }
+            Err(error) => println!("skipped: clang-14: {error}"),
+        }
+        assert!(KERNEL.contains(".visible .entry soft_hca_copy("));
+    }
+}
