@@ -666,16 +666,27 @@ pub unsafe extern "C" fn reg_mr_iova2(
     unsafe { register(pd, addr, len, iova, access, "reg_mr_iova2") }
 }
 
+/// A dummy call with descriptor -1 is how programs ask whether the device takes dma-bufs: EBADF says yes.
 pub unsafe extern "C" fn reg_dmabuf_mr(
-    _pd: *mut ffi::ibv_pd,
+    pd: *mut ffi::ibv_pd,
     _offset: u64,
     _len: usize,
     _iova: u64,
-    _fd: c_int,
+    fd: c_int,
     _access: c_int,
 ) -> *mut ffi::ibv_mr {
-    set_errno(libc::EOPNOTSUPP);
-    ptr::null_mut()
+    pointer(|| {
+        // SAFETY: a PD of ours.
+        let owner: &Pd = unsafe { object(pd)? };
+        // SAFETY: its context outlives it.
+        let context: &Context = unsafe { object(owner.ibv.context)? };
+        ordered(context.adapter, "reg_dmabuf_mr")?;
+        let hidden = |verb: &String| verb == "reg_dmabuf_mr";
+        if !context.described().is_some_and(|device| device.gpu_dmabuf && !device.hide.iter().any(hidden)) {
+            return Err(libc::EOPNOTSUPP);
+        }
+        Err(if fd < 0 { libc::EBADF } else { libc::EOPNOTSUPP })
+    })
 }
 
 /// When this returns, nothing reads or writes the region any more.
