@@ -17,6 +17,9 @@ struct Report<'a> {
 
 /// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
 pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
+    // The plugin leaves out what NCCL would not show; here all of it is wanted.
+    // SAFETY: this process has no other thread yet.
+    unsafe { std::env::set_var("NCCL_DEBUG", "INFO") };
     let plugin = Plugin::load(path)?;
     plugin.init().context("NCCL would drop this plugin")?;
     let count = plugin.devices().context("NCCL would drop this plugin")?;

@@ -192,11 +192,18 @@ impl Base {
                 } else {
                     String::new()
                 };
-                let peer_now = if self.alert.has_closed() { "had closed" } else { "process alive, TCP connected" };
+                // The NIC asks itself for what it received: the other end of this QP is no peer.
+                let own = operation.starts_with("flush");
+                let direction = if own { "received from" } else { "to" };
+                let peer_now = match (own, self.alert.has_closed()) {
+                    (true, _) => "is not involved, the NIC reads from itself: what follows is about this host",
+                    (false, true) => "had closed",
+                    (false, false) => "process alive, TCP connected",
+                };
                 NetError::new(
                     Code::Remote,
                     format!(
-                        "{operation} of {bytes} bytes to peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
+                        "{operation} of {bytes} bytes {direction} peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
                          {route}; peer {peer_now}; {}",
                         self.peer,
                         failure.name(),
