@@ -242,10 +242,7 @@ impl Base {
         let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
         for (rail, port) in self.ports.iter().enumerate() {
             // What was registered on the rails before it goes with the list.
-            let registration = one(port).map_err(|e| {
-                tracing::warn!(target: "init", "{}", e.text);
-                e
-            })?;
+            let registration = one(port).map_err(NetError::printed)?;
             lkeys[rail] = registration.lkey();
             rkeys[rail] = registration.rkey();
             registrations.push(registration);
