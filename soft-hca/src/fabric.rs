@@ -79,10 +79,15 @@ pub struct Device {
     pub max_inline: u32,
     /// Registering beyond this fails with ENOMEM, as a locked-memory limit makes it.
     pub max_pinned_bytes: Option<u64>,
+    /// Addresses of GPU memory can be registered, as with nvidia-peermem.
     #[serde(default)]
     pub gpu_peermem: bool,
+    /// GPU memory can be registered by its dma-buf.
     #[serde(default)]
     pub gpu_dmabuf: bool,
+    /// For tests without a GPU: a memfd registered as a dma-buf is taken for GPU memory, copied by a thread.
+    #[serde(default)]
+    pub gpu_model: bool,
     /// Optional verbs that answer EOPNOTSUPP: "reg_dmabuf_mr", "query_port_speed".
     #[serde(default)]
     pub hide: Vec<String>,
@@ -323,6 +328,7 @@ impl Fabric {
             max_pinned_bytes: None,
             gpu_peermem: false,
             gpu_dmabuf: false,
+            gpu_model: false,
             hide: Vec::new(),
             open_errno: None,
             ports: vec![port],

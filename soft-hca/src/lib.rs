@@ -11,6 +11,7 @@ mod engine;
 mod events;
 pub mod fabric;
 pub mod faults;
+mod gpu;
 mod link;
 pub mod memory;
 pub mod names;

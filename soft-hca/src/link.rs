@@ -57,6 +57,8 @@ pub(crate) struct Link {
     pub(crate) peer: Peer,
     pub(crate) ring: Ring,
     pub(crate) end: End,
+    /// The peer can't reach GPU memory of this process.
+    pub(crate) bytes_only: bool,
 }
 
 pub(crate) struct Links {
@@ -146,8 +148,37 @@ impl Links {
             }
         };
         let ring = ring.inspect_err(|error| eprintln!("soft-hca: no shared memory for {peer:?}: {error}")).ok()?;
-        self.outgoing.push(Link { peer, ring, end });
+        self.outgoing.push(Link { peer, ring, end, bytes_only: false });
         Some(self.outgoing.len() - 1)
+    }
+
+    /// Tells a process something that is of no queue pair, if there is a link to it.
+    pub(crate) fn tell(&mut self, slot: u32, frame: &Frame) -> Sent {
+        let Some(link) = self.outgoing.iter_mut().find(|link| link.peer == Peer::Slot(slot)) else { return Sent::Gone };
+        if link.ring.write(frame, &Pieces::none()) {
+            link.end.wake();
+            return Sent::Yes;
+        }
+        if link.end.is_alive() { Sent::Full } else { Sent::Gone }
+    }
+
+    pub(crate) fn takes_references(&self, peer: Peer) -> bool {
+        !self.outgoing.iter().any(|link| link.peer == peer && link.bytes_only)
+    }
+
+    pub(crate) fn refuses_references(&mut self, peer: Peer) {
+        for link in self.outgoing.iter_mut().filter(|link| link.peer == peer) {
+            link.bytes_only = true;
+        }
+    }
+
+    /// The process that writes from a slot.
+    pub(crate) fn process(&self, slot: u32) -> Option<u32> {
+        let link = self.incoming.iter().find(|link| link.peer == Peer::Slot(slot))?;
+        match &link.end {
+            End::Process(neighbour) => Some(neighbour.pid()),
+            _ => None,
+        }
     }
 
     fn forget(&mut self, peer: Peer) {
@@ -175,7 +206,7 @@ impl Links {
                 let found = registry.accept(slot);
                 new.extend(found.map(|(ring, neighbour)| {
                     let end = neighbour.map_or(End::Nobody, End::Process);
-                    Link { peer: Peer::Slot(slot), ring, end }
+                    Link { peer: Peer::Slot(slot), ring, end, bytes_only: false }
                 }));
             }
         }

@@ -1,5 +1,6 @@
 //! Memory regions and the keys that name them. One table a process, looked up by index, so that a check costs a few loads.
 use crate::abi::access;
+use crate::gpu::Mem;
 use std::collections::VecDeque;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Mutex;
@@ -7,6 +8,13 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// A key is 16 bits of table index under 16 bits of tag that change with every use of the entry.
 const INDEX_BITS: u32 = 16;
+
+/// Where a checked range is in this process.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    pub ptr: *mut u8,
+    pub(crate) mem: Mem,
+}
 
 /// The table. Entries are read under the engine's lock (or by the null engine's only thread), and changed under it, so
 /// that nothing lands in a region whose deregistration has returned.
@@ -28,6 +36,8 @@ struct Entry {
     iova: AtomicU64,
     len: AtomicU64,
     delta: AtomicU64,
+    /// [`Mem`].
+    mem: AtomicU64,
 }
 
 impl Regions {
@@ -44,6 +54,10 @@ impl Regions {
 
     /// Enters a region and returns its key, or None when the table is full.
     pub fn insert(&self, pd: u32, addr: u64, len: u64, iova: u64, access: u32) -> Option<u32> {
+        self.insert_in(Mem::Host, pd, addr, len, iova, access)
+    }
+
+    pub(crate) fn insert_in(&self, mem: Mem, pd: u32, addr: u64, len: u64, iova: u64, access: u32) -> Option<u32> {
         let index = self.free.lock().ok()?.pop_front()?;
         let entry = self.entries.get(usize::try_from(index).ok()?)?;
         let tag = match (entry.tag.load(Relaxed) + 1) & 0xffff {
@@ -57,8 +71,17 @@ impl Regions {
         entry.iova.store(iova, Relaxed);
         entry.len.store(len, Relaxed);
         entry.delta.store(addr.wrapping_sub(iova), Relaxed);
+        entry.mem.store(mem.pack(), Relaxed);
         entry.key.store(key, Relaxed);
         Some(key)
+    }
+
+    /// What kind of memory a key in use stands for.
+    pub(crate) fn mem(&self, key: u32) -> Mem {
+        let entry = self.entries.get((key & ((1 << INDEX_BITS) - 1)) as usize);
+        entry
+            .filter(|entry| entry.key.load(Relaxed) == key)
+            .map_or(Mem::Host, |entry| Mem::unpack(entry.mem.load(Relaxed)))
     }
 
     pub fn remove(&self, key: u32) -> bool {
@@ -77,7 +100,7 @@ impl Regions {
 
     /// The address in this process of `len` bytes at `iova`, if `key` allows `want` there to protection domain `pd`.
     #[inline]
-    pub fn check(&self, key: u32, pd: u32, iova: u64, len: u64, want: u32) -> Option<*mut u8> {
+    pub fn check(&self, key: u32, pd: u32, iova: u64, len: u64, want: u32) -> Option<At> {
         let entry = self.entries.get((key & ((1 << INDEX_BITS) - 1)) as usize)?;
         let start = iova.wrapping_sub(entry.iova.load(Relaxed));
         let size = entry.len.load(Relaxed);
@@ -91,7 +114,7 @@ impl Regions {
             return None;
         }
         let addr = usize::try_from(iova.wrapping_add(entry.delta.load(Relaxed))).ok()?;
-        Some(std::ptr::with_exposed_provenance_mut(addr))
+        Some(At { ptr: std::ptr::with_exposed_provenance_mut(addr), mem: Mem::unpack(entry.mem.load(Relaxed)) })
     }
 
     pub fn in_use(&self) -> usize {
@@ -118,7 +141,7 @@ mod tests {
         let regions = Regions::new(8);
         let key = regions.insert(3, 0x1000, 0x100, 0x1000, access::LOCAL_WRITE | access::REMOTE_WRITE).unwrap();
         assert_ne!(key, 0);
-        let at = |k, pd, a, l, w| regions.check(k, pd, a, l, w).map(|p| p.addr());
+        let at = |k, pd, a, l, w| regions.check(k, pd, a, l, w).map(|at| at.ptr.addr());
         assert_eq!(at(key, 3, 0x1010, 0x10, access::REMOTE_WRITE), Some(0x1010));
         assert_eq!(at(key, 3, 0x1100, 0, 0), Some(0x1100));
         assert_eq!(at(key, 3, 0x10ff, 2, 0), None, "past the end");

@@ -83,14 +83,19 @@ unsafe fn transfer(adapter: &Adapter, qp: &Qp, op: Op, wr: &SendWr, sges: &[ffi:
                 .regions
                 .check(rkey, peer.pd, raddr, len, right)
                 .filter(|_| peer.access.load(Relaxed) & right != 0)
-                .ok_or_else(|| refuse(peer, None, status::REM_ACCESS))?;
+                .ok_or_else(|| refuse(peer, None, status::REM_ACCESS))?
+                .ptr;
             let want = if op == Op::Read { access::LOCAL_WRITE } else { 0 };
             for sge in sges {
                 let size = sge.length as usize;
                 let local = if inline {
                     ptr::with_exposed_provenance_mut(usize::try_from(sge.addr).unwrap_or(0))
                 } else {
-                    adapter.regions.check(sge.lkey, qp.pd, sge.addr, sge.length.into(), want).ok_or(status::LOC_PROT)?
+                    adapter
+                        .regions
+                        .check(sge.lkey, qp.pd, sge.addr, sge.length.into(), want)
+                        .ok_or(status::LOC_PROT)?
+                        .ptr
                 };
                 let (to, from) = if op == Op::Read { (local, remote) } else { (remote, local) };
                 // SAFETY: both ranges were checked. They may overlap: a queue pair can write onto its own source.
@@ -145,12 +150,13 @@ unsafe fn scatter(
             let to = adapter
                 .regions
                 .check(target.lkey, peer.pd, target.addr + u64::from(used), size.into(), access::LOCAL_WRITE)
-                .ok_or_else(|| refuse(peer, Some(status::LOC_PROT), status::REM_OP))?;
+                .ok_or_else(|| refuse(peer, Some(status::LOC_PROT), status::REM_OP))?
+                .ptr;
             let at = sge.addr + u64::from(done);
             let from = if inline {
                 ptr::with_exposed_provenance_mut(usize::try_from(at).unwrap_or(0))
             } else {
-                adapter.regions.check(sge.lkey, qp.pd, at, size.into(), 0).ok_or(status::LOC_PROT)?
+                adapter.regions.check(sge.lkey, qp.pd, at, size.into(), 0).ok_or(status::LOC_PROT)?.ptr
             };
             // SAFETY: both ranges were checked.
             unsafe { ptr::copy(from, to, size as usize) };

@@ -1,13 +1,18 @@
 //! The reliable connection: what a requester and a responder do, one segment at a time, under the engine's lock. Time and
-//! frames are inputs. The same responder serves a peer in this process (no frame, one copy) and one behind a link.
+//! frames are inputs. The same responder serves a peer in this process (no frame, one copy) and one behind a link. Host
+//! memory is copied on the spot; what GPU memory takes part in is in `landing` meanwhile.
+mod landing;
+
 use crate::abi::{access, send_flag};
 use crate::adapter::Adapter;
 use crate::copy;
+use crate::gpu::{Copied, Gpus, Mem, REFERENCE, Reference, Ticket};
 use crate::link::{Links, Peer, Sent};
 use crate::qp::{Attr, NUM_MASK, Op, Qp, RecvWqe, SendWqe, Sge, State, status, vendor_code};
 use crate::queue::{Cq, Cqe};
 use crate::wire::{Frame, Kind, SEGMENT};
 use ibverbs_sys as ffi;
+use landing::Landing;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
@@ -22,14 +27,32 @@ const MAX_REPLIES: usize = 64;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pieces {
     count: usize,
-    list: [(*mut u8, usize); crate::qp::MAX_SGE],
+    list: [(*mut u8, usize, Mem); crate::qp::MAX_SGE],
+}
+
+/// A range that is in one piece of a source and in one of a target.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    pub(crate) src: *mut u8,
+    pub(crate) src_mem: Mem,
+    pub(crate) dst: *mut u8,
+    dst_mem: Mem,
+    pub(crate) len: usize,
+}
+
+impl Part {
+    /// One side is in host memory, the other on a GPU.
+    pub(crate) fn is_mixed(&self) -> bool {
+        (self.src_mem == Mem::Host) != (self.dst_mem == Mem::Host)
+    }
 }
 
 impl Pieces {
     pub(crate) fn none() -> Self {
-        Self { count: 0, list: [(std::ptr::null_mut(), 0); crate::qp::MAX_SGE] }
+        Self { count: 0, list: [(std::ptr::null_mut(), 0, Mem::Host); crate::qp::MAX_SGE] }
     }
 
+    /// In host memory.
     pub(crate) fn one(at: *mut u8, len: usize) -> Self {
         let mut pieces = Self::none();
         pieces.add(at, len);
@@ -37,32 +60,52 @@ impl Pieces {
     }
 
     pub(crate) fn add(&mut self, at: *mut u8, len: usize) {
+        self.add_in(Mem::Host, at, len);
+    }
+
+    pub(crate) fn add_in(&mut self, mem: Mem, at: *mut u8, len: usize) {
         if let Some(entry) = self.list.get_mut(self.count).filter(|_| len > 0) {
-            *entry = (at, len);
+            *entry = (at, len, mem);
             self.count += 1;
         }
     }
 
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (*mut u8, usize)> + '_ {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (*mut u8, usize, Mem)> + '_ {
         self.list[..self.count].iter().copied()
     }
 
-    /// Copies as much as both have room for, as a NIC writes.
+    fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    fn is_host(&self) -> bool {
+        self.iter().all(|(_, _, mem)| mem == Mem::Host)
+    }
+
+    /// What to copy from where to where, as much as both have room for.
+    pub(crate) fn pairs<'a>(&'a self, to: &'a Self) -> impl Iterator<Item = Part> + 'a {
+        let (mut from, mut into) = (self.iter(), to.iter());
+        let (mut a, mut b) = (from.next(), into.next());
+        std::iter::from_fn(move || {
+            let ((src, have, src_mem), (dst, room, dst_mem)) = (a?, b?);
+            let len = have.min(room);
+            a = if have > len { Some((src.wrapping_add(len), have - len, src_mem)) } else { from.next() };
+            b = if room > len { Some((dst.wrapping_add(len), room - len, dst_mem)) } else { into.next() };
+            Some(Part { src, src_mem, dst, dst_mem, len })
+        })
+    }
+
+    /// Copies as much as both have room for, as a NIC writes. Both are in host memory.
     ///
     /// # Safety
     /// All pieces of both are checked against regions that stay registered meanwhile, or are this engine's own memory.
     pub(crate) unsafe fn copy_to(&self, to: &Self) {
-        let (mut from, mut into) = (self.iter(), to.iter());
-        let (mut a, mut b) = (from.next(), into.next());
-        while let (Some((src, have)), Some((dst, room))) = (a, b) {
-            let len = have.min(room);
+        for part in self.pairs(to) {
             // A loopback onto itself has nothing to copy, and a racing one is the program's own affair.
-            if dst != src {
+            if part.dst != part.src {
                 // SAFETY: len bytes of either are the caller's to vouch for.
-                unsafe { copy::visible(dst, src, len) };
+                unsafe { copy::visible(part.dst, part.src, part.len) };
             }
-            a = if have > len { Some((src.wrapping_add(len), have - len)) } else { from.next() };
-            b = if room > len { Some((dst.wrapping_add(len), room - len)) } else { into.next() };
         }
     }
 }
@@ -74,7 +117,7 @@ fn gather(adapter: &Adapter, pd: u32, sges: &[Sge], mut offset: u64, len: u64, w
         let at = adapter.regions.check(sge.lkey, pd, sge.addr, u64::from(sge.len), want)?;
         let skip = offset.min(u64::from(sge.len));
         let take = left.min(u64::from(sge.len) - skip);
-        pieces.add(at.wrapping_add(usize::try_from(skip).ok()?), usize::try_from(take).ok()?);
+        pieces.add_in(at.mem, at.ptr.wrapping_add(usize::try_from(skip).ok()?), usize::try_from(take).ok()?);
         (offset, left) = (offset - skip, left - take);
     }
     (left == 0).then_some(pieces)
@@ -83,6 +126,10 @@ fn gather(adapter: &Adapter, pd: u32, sges: &[Sge], mut offset: u64, len: u64, w
 /// What a responder made of a segment.
 enum Verdict {
     Taken,
+    /// Taken, and done once a copy has landed.
+    Landing(Landing),
+    /// Not now: the copy, or one before it, needs time. Nothing has changed.
+    Busy,
     /// The bytes that a READ asks for.
     Data(Pieces),
     Dropped,
@@ -124,6 +171,9 @@ pub(crate) struct Conn {
     progress: u64,
     replies: VecDeque<Reply>,
     active: bool,
+    /// Copies under way that this queue pair waits for, and the last of them.
+    landing: u32,
+    last_ticket: Option<Ticket>,
 }
 
 impl Conn {
@@ -150,6 +200,8 @@ impl Conn {
             progress: 0,
             replies: VecDeque::new(),
             active: false,
+            landing: 0,
+            last_ticket: None,
         }
     }
 
@@ -198,6 +250,10 @@ pub(crate) struct World {
     timers: BinaryHeap<Reverse<(Instant, u32)>>,
     /// Per device and port: when the port's rate allows the next segment.
     pace: Vec<Vec<Instant>>,
+    landings: VecDeque<Landing>,
+    pub(crate) gpu: Gpus,
+    /// Processes that are still to be told that a share is gone.
+    forgotten: Vec<(u32, u32)>,
     pub(crate) links: Links,
 }
 
@@ -212,6 +268,9 @@ impl World {
             blocked: Vec::new(),
             timers: BinaryHeap::new(),
             pace: adapter.devices().iter().map(|device| vec![now; device.ports.len()]).collect(),
+            landings: VecDeque::new(),
+            gpu: Gpus::default(),
+            forgotten: Vec::new(),
             links,
         }
     }
@@ -235,6 +294,7 @@ impl World {
     }
 
     pub(crate) fn remove(&mut self, index: u32) {
+        self.settle_for(index);
         // What it owes has been earned: the peer's last request must not look lost.
         self.send_replies(index);
         if let Some(conn) = self.conns.get_mut(index as usize).and_then(Option::take) {
@@ -258,6 +318,9 @@ impl World {
 
     /// Brings a queue pair to a state with attributes that ibv_modify_qp found right.
     pub(crate) fn enter(&mut self, index: u32, to: State, attr: Attr) {
+        if matches!(to, State::Reset | State::Err) {
+            self.settle_for(index);
+        }
         let peer = (to == State::Rtr).then(|| self.links.locate(&attr.address, attr.dest));
         let Some(conn) = self.conn_mut(index) else { return };
         let from = conn.qp.state();
@@ -305,7 +368,7 @@ impl World {
 
     /// Some work: received frames, a segment of each of a few queue pairs, due timers. False if there was none.
     pub(crate) fn round(&mut self, now: Instant) -> bool {
-        let mut busy = self.receive_some();
+        let mut busy = self.land() | self.receive_some();
         for index in std::mem::take(&mut self.blocked) {
             self.activate(index);
         }
@@ -328,12 +391,14 @@ impl World {
             self.timer(index, now);
             busy = true;
         }
+        self.gpu.submit();
+        self.tell_forgotten();
         // If all that is left waits for room in a link, there is nothing to do but wait.
-        busy && (self.blocked.is_empty() || !self.active.is_empty())
+        busy && (self.blocked.is_empty() || !self.active.is_empty()) || !self.landings.is_empty()
     }
 
     pub(crate) fn is_idle(&mut self) -> bool {
-        self.active.is_empty() && !self.links.has_input()
+        self.active.is_empty() && self.landings.is_empty() && !self.links.has_input()
     }
 
     /// How long the engine may sleep.
@@ -440,6 +505,7 @@ impl World {
 
     /// The oldest send request failed: it says so, and everything else is flushed.
     fn fail_send(&mut self, index: u32, code: u32, vendor: u32) {
+        self.settle_for(index);
         let Some(conn) = self.conn_mut(index) else { return };
         let (qp, at) = (Arc::clone(&conn.qp), conn.una);
         if qp.state() == State::Err || at == qp.sq.head() {
@@ -458,6 +524,7 @@ impl World {
     /// To ERR: every outstanding request of both queues is flushed. Also for requests posted in ERR.
     fn fail_all(&mut self, index: u32) {
         let threaded = self.adapter.is_threaded();
+        self.settle_for(index);
         let Some(conn) = self.conn_mut(index) else { return };
         let qp = Arc::clone(&conn.qp);
         qp.set_state(State::Err);
@@ -624,6 +691,7 @@ impl World {
             syndrome: 0,
             mtu: u8::try_from(attr.mtu).unwrap_or(0),
             solicited: wqe.flags & send_flag::SOLICITED != 0,
+            by_reference: false,
             src: qp.num,
             dst: attr.dest,
             psn: conn.psn(at),
@@ -643,13 +711,23 @@ impl World {
                 } else {
                     Verdict::Dropped
                 };
-                self.local_verdict(index, verdict, &local, len, now)
+                self.local_verdict(index, verdict, len, now)
             }
             Some(peer) => {
-                let (payload, whole) = if wqe.op == Op::Read { (Pieces::none(), true) } else { (local, false) };
-                if whole {
+                let whole = wqe.op == Op::Read;
+                let mut room = [0; REFERENCE];
+                let payload = if whole {
                     frame.len = 0;
-                }
+                    Pieces::none()
+                } else {
+                    let Some(payload) = self.payload(peer, &local, &mut frame, &mut room) else {
+                        if self.conn(index).is_some_and(|conn| conn.una == at) {
+                            self.fail_send(index, status::LOC_QP_OP, vendor_code(status::LOC_QP_OP));
+                        }
+                        return false;
+                    };
+                    payload
+                };
                 match self.links.send(peer, &attr.address, &frame, &payload) {
                     Sent::Full => {
                         self.blocked.push(index);
@@ -661,6 +739,29 @@ impl World {
             }
             None => self.lose(index, now),
         }
+    }
+
+    /// What goes behind a frame: the source's bytes or, if it is GPU memory that the peer can reach, a reference to it in
+    /// `room`. None if the GPU failed.
+    fn payload(
+        &mut self,
+        peer: Peer,
+        source: &Pieces,
+        frame: &mut Frame,
+        room: &mut [u8; REFERENCE],
+    ) -> Option<Pieces> {
+        if source.is_host() {
+            return Some(*source);
+        }
+        if let Peer::Slot(slot) = peer
+            && self.links.takes_references(peer)
+            && let Some(reference) = self.gpu.refer(slot, source)
+        {
+            *room = reference.encode();
+            frame.by_reference = true;
+            return Some(Pieces::one(room.as_mut_ptr(), REFERENCE));
+        }
+        self.gpu.stage(source)
     }
 
     /// Is the QP `dest` of this process behind the address that `attr` names?
@@ -696,36 +797,50 @@ impl World {
         more
     }
 
-    /// A peer in this process answers at once.
-    fn local_verdict(&mut self, index: u32, verdict: Verdict, local: &Pieces, len: u64, now: Instant) -> bool {
-        match verdict {
-            Verdict::Taken => {}
-            Verdict::Data(remote) => {
-                // SAFETY: both were checked under this hold of the lock, which deregistration takes.
-                unsafe { remote.copy_to(local) };
+    /// A peer in this process answers at once, though what it took may have yet to land.
+    fn local_verdict(&mut self, index: u32, verdict: Verdict, len: u64, now: Instant) -> bool {
+        let mut landing = match verdict {
+            Verdict::Taken => None,
+            Verdict::Landing(landing) => Some(landing),
+            Verdict::Busy => return true,
+            Verdict::Dropped | Verdict::Data(_) => {
+                self.settle_for(index);
+                return self.lose(index, now);
             }
-            Verdict::Dropped => return self.lose(index, now),
-            Verdict::NotReady(code) => return self.not_ready(index, code, now),
+            Verdict::NotReady(code) => {
+                self.settle_for(index);
+                return self.not_ready(index, code, now);
+            }
             Verdict::Refused(code) => {
                 self.fail_send(index, code, vendor_code(code));
                 return false;
             }
-        }
-        let Some(conn) = self.conn_mut(index) else { return false };
+        };
         // A connection to itself may have failed in the responder's part.
-        if conn.qp.state() != State::Rts {
-            return false;
+        let running = self.conn_mut(index).filter(|conn| conn.qp.state() == State::Rts);
+        let mut complete = false;
+        if let Some(conn) = running {
+            let qp = Arc::clone(&conn.qp);
+            // SAFETY: next is posted and not completed.
+            let wqe = unsafe { qp.sq.get(conn.next) };
+            conn.offset += len;
+            if conn.offset >= wqe.len {
+                conn.next = conn.next.wrapping_add(1);
+                (conn.offset, conn.deadline) = (0, None);
+                conn.reads += u8::from(wqe.op == Op::Read);
+                complete = true;
+            }
+            if let Some(landing) = &mut landing {
+                (landing.requester, landing.sent) = (Some(qp.num), complete);
+            }
         }
-        let qp = Arc::clone(&conn.qp);
-        // SAFETY: next is posted and not completed.
-        let total = unsafe { qp.sq.get(conn.next) }.len;
-        conn.offset += len;
-        if conn.offset >= total {
-            conn.next = conn.next.wrapping_add(1);
-            (conn.offset, conn.deadline) = (0, None);
-            self.complete_send(index);
+        match landing {
+            Some(landing) => self.queue(landing),
+            None if complete => self.complete_send(index),
+            None => {}
         }
-        self.conn(index).is_some_and(|conn| conn.offset > 0 || conn.next != qp.sq.head())
+        self.conn(index)
+            .is_some_and(|conn| conn.qp.state() == State::Rts && (conn.offset > 0 || conn.next != conn.qp.sq.head()))
     }
 
     /// The oldest unanswered request met no receive request.
@@ -768,6 +883,9 @@ impl World {
             if behind > conn.received {
                 return Verdict::Dropped;
             }
+            if conn.landing > 0 {
+                return Verdict::Busy; // an acknowledgement would be for what has not landed, too
+            }
             if frame.kind == Kind::ReadRequest {
                 return self.read(&qp, frame);
             }
@@ -797,14 +915,19 @@ impl World {
         // A message that will need a receive request waits for it before its first byte and takes it after its last.
         if op.receives() && qp.receives_left() == 0 {
             let code = conn.attr.min_rnr;
-            return Verdict::NotReady(code);
+            return if conn.landing > 0 { Verdict::Busy } else { Verdict::NotReady(code) };
         }
-        let verdict = match op {
+        let mut verdict = match op {
+            Op::Read if from == Peer::Local => match self.read(&qp, frame) {
+                Verdict::Data(remote) => self.take(&qp, frame, &remote, data),
+                refused => refused,
+            },
+            Op::Read if conn.landing > 0 => Verdict::Busy,
             Op::Read => self.read(&qp, frame),
             Op::Write | Op::WriteImm => self.write(&qp, frame, data),
             Op::Send | Op::SendImm => self.scatter(&qp, frame, data),
         };
-        if !matches!(verdict, Verdict::Taken | Verdict::Data(_)) {
+        if !matches!(verdict, Verdict::Taken | Verdict::Landing(_) | Verdict::Data(_)) {
             return verdict;
         }
         // A READ request of another process is one frame for the whole message.
@@ -820,7 +943,11 @@ impl World {
                 // SAFETY: a receive request is left, and only this lock's holder takes one.
                 let wr_id = unsafe { qp.recv_wr_id(at) };
                 qp.rq_next.store(at.wrapping_add(1), Relaxed);
-                self.push(&qp.recv_cq, &qp.recv_cqe(at, wr_id, op, frame.total, frame.imm), frame.solicited);
+                let cqe = qp.recv_cqe(at, wr_id, op, frame.total, frame.imm);
+                match &mut verdict {
+                    Verdict::Landing(landing) => landing.receive = Some((cqe, frame.solicited)),
+                    _ => self.push(&qp.recv_cq, &cqe, frame.solicited),
+                }
             }
         }
         verdict
@@ -828,6 +955,7 @@ impl World {
 
     /// The responder can't go on: its queue pair fails, and the requester is told `remote`.
     fn refuse(&mut self, qp: &Arc<Qp>, receive: Option<u32>, remote: u32) -> Verdict {
+        self.settle_for(qp.index);
         if let Some(code) = receive.filter(|_| qp.receives_left() > 0) {
             qp.set_state(State::Err);
             self.fail_receive(qp, code);
@@ -838,19 +966,32 @@ impl World {
         Verdict::Refused(remote)
     }
 
+    /// Brings a segment's bytes to their place.
+    fn take(&mut self, qp: &Arc<Qp>, frame: &Frame, from: &Pieces, to: &Pieces) -> Verdict {
+        match self.carry(qp.index, from, to, frame.offset == 0) {
+            Copied::Now => Verdict::Taken,
+            Copied::Later(ticket, unload) => {
+                let mut landing = Landing::new(ticket, unload);
+                landing.responder = Some(qp.num);
+                Verdict::Landing(landing)
+            }
+            Copied::Busy => Verdict::Busy,
+            Copied::Failed => self.refuse(qp, None, status::REM_OP),
+        }
+    }
+
     fn write(&mut self, qp: &Arc<Qp>, frame: &Frame, data: &Pieces) -> Verdict {
+        let mut target = Pieces::none();
         if frame.total > 0 {
             let allowed = qp.access.load(Relaxed) & access::REMOTE_WRITE != 0;
             let at = self.adapter.regions.check(frame.rkey, qp.pd, frame.raddr, frame.total, access::REMOTE_WRITE);
             let (Some(at), Ok(offset)) = (at.filter(|_| allowed), usize::try_from(frame.offset)) else {
                 return self.refuse(qp, None, status::REM_ACCESS);
             };
-            let target = Pieces::one(at.wrapping_add(offset), frame.len as usize);
-            // SAFETY: the region holds the whole message and stays, as deregistration takes this lock; decoding and
-            // cutting keep offset + len within the message.
-            unsafe { data.copy_to(&target) };
+            // The region holds the whole message, and decoding and cutting keep offset + len within it.
+            target.add_in(at.mem, at.ptr.wrapping_add(offset), frame.len as usize);
         }
-        Verdict::Taken
+        self.take(qp, frame, data, &target)
     }
 
     fn scatter(&mut self, qp: &Arc<Qp>, frame: &Frame, data: &Pieces) -> Verdict {
@@ -865,9 +1006,7 @@ impl World {
         let Some(target) = gather(self.adapter, qp.pd, sges, frame.offset, len, access::LOCAL_WRITE) else {
             return self.refuse(qp, Some(status::LOC_PROT), status::REM_OP);
         };
-        // SAFETY: the keys were just checked, under the lock that deregistration takes.
-        unsafe { data.copy_to(&target) };
-        Verdict::Taken
+        self.take(qp, frame, data, &target)
     }
 
     fn read(&mut self, qp: &Arc<Qp>, frame: &Frame) -> Verdict {
@@ -882,7 +1021,9 @@ impl World {
         let (Some(at), Ok(offset)) = (at.filter(|_| allowed), usize::try_from(frame.offset)) else {
             return self.refuse(qp, None, status::REM_ACCESS);
         };
-        Verdict::Data(Pieces::one(at.wrapping_add(offset), frame.len as usize))
+        let mut data = Pieces::none();
+        data.add_in(at.mem, at.ptr.wrapping_add(offset), frame.len as usize);
+        Verdict::Data(data)
     }
 
     // ---- frames ----
@@ -893,8 +1034,10 @@ impl World {
         for link in 0..self.links.inbound() {
             for _ in 0..16 {
                 let Some((peer, frame, data)) = self.links.receive(link) else { break };
+                if !self.frame(peer, &frame, &data) {
+                    break;
+                }
                 busy = true;
-                self.frame(peer, &frame, &data);
                 // Only now: until then the sender sees that we are behind, and does not time out.
                 self.links.consumed(link, &frame);
             }
@@ -902,21 +1045,60 @@ impl World {
         busy
     }
 
-    fn frame(&mut self, peer: Peer, frame: &Frame, data: &Pieces) {
+    /// Works off a frame. False if it has to wait; then it comes again.
+    fn frame(&mut self, peer: Peer, frame: &Frame, data: &Pieces) -> bool {
+        let index = frame.dst & crate::qp::INDEX_MASK;
+        if frame.kind == Kind::Forget {
+            if let Peer::Slot(slot) = peer {
+                self.settle();
+                self.gpu.forget(slot, frame.rkey);
+            }
+            return true;
+        }
+        let reached;
+        let data = if frame.by_reference {
+            let Some(pieces) = self.resolve(peer, frame, data) else {
+                let response = u8::from(frame.kind == Kind::ReadResponse);
+                let conn = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst && conn.peer == Some(peer));
+                if let Some(conn) = conn {
+                    conn.reply(Kind::NoReference, response, frame.psn);
+                    if response == 1 {
+                        conn.rewind();
+                    }
+                    self.activate(index);
+                }
+                return true;
+            };
+            reached = pieces;
+            &reached
+        } else {
+            data
+        };
         match frame.kind {
             Kind::Ack | Kind::Nak | Kind::Rnr | Kind::ReadResponse => return self.answer(peer, frame, data),
+            Kind::NoReference => {
+                self.links.refuses_references(peer);
+                let conn = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst && conn.peer == Some(peer));
+                if let Some(conn) = conn.filter(|conn| frame.syndrome == 0 && conn.in_flight(frame.psn).is_some()) {
+                    conn.rewind();
+                    self.activate(index);
+                }
+                return true;
+            }
             _ => {}
         }
-        let index = frame.dst & crate::qp::INDEX_MASK;
         let verdict = self.respond(peer, frame, data);
-        let Some(conn) = self.conn_mut(index) else { return };
+        let Some(conn) = self.conn_mut(index) else { return true };
+        let is_last = frame.offset + u64::from(frame.len) >= frame.total;
         match verdict {
-            Verdict::Dropped => return,
-            Verdict::Taken => {
-                if frame.offset + u64::from(frame.len) < frame.total {
-                    return;
-                }
-                conn.reply(Kind::Ack, 0, frame.psn);
+            Verdict::Dropped => return true,
+            Verdict::Busy => return false,
+            Verdict::Taken if !is_last => return true,
+            Verdict::Taken => conn.reply(Kind::Ack, 0, frame.psn),
+            Verdict::Landing(mut landing) => {
+                landing.ack = is_last.then_some(frame.psn);
+                self.queue(landing);
+                return true;
             }
             Verdict::Data(_) => {
                 let (psn, raddr, rkey, total) = (frame.psn, frame.raddr, frame.rkey, frame.total);
@@ -926,6 +1108,44 @@ impl World {
             Verdict::Refused(code) => conn.reply(Kind::Nak, u8::try_from(code).unwrap_or(0), frame.psn),
         }
         self.activate(index);
+        true
+    }
+
+    /// The memory that a frame refers to, as it is mapped here.
+    fn resolve(&mut self, peer: Peer, frame: &Frame, data: &Pieces) -> Option<Pieces> {
+        let Peer::Slot(slot) = peer else { return None };
+        let mut bytes = [0; REFERENCE];
+        // SAFETY: the frame is not consumed yet, and the array is ours.
+        unsafe { data.copy_to(&Pieces::one(bytes.as_mut_ptr(), REFERENCE)) };
+        if self.adapter.faults.verb("gpu_import").is_some() {
+            return None;
+        }
+        let gpu = match frame.kind {
+            Kind::Write | Kind::WriteImm => self.adapter.regions.mem(frame.rkey).gpu(),
+            _ => None,
+        };
+        let owner = self.links.process(slot);
+        self.gpu.resolve(slot, owner, gpu, &Reference::decode(&bytes), frame.len)
+    }
+
+    /// Takes a region out of the table; nothing is under way to or from it then.
+    pub(crate) fn deregister(&mut self, key: u32) {
+        self.settle();
+        let mem = self.adapter.regions.mem(key);
+        if self.adapter.regions.remove(key) {
+            for slot in self.gpu.leave(mem) {
+                if let Mem::Gpu { share, .. } = mem {
+                    self.forgotten.push((slot, share));
+                }
+            }
+        }
+        self.tell_forgotten();
+    }
+
+    fn tell_forgotten(&mut self) {
+        let src = self.links.slot() << crate::qp::INDEX_BITS;
+        let links = &mut self.links;
+        self.forgotten.retain(|&(slot, share)| matches!(links.tell(slot, &Frame::forget(src, share)), Sent::Full));
     }
 
     /// Sends what the responder owes. True if something is left that could be sent right away.
@@ -940,6 +1160,7 @@ impl World {
                 syndrome: 0,
                 mtu: u8::try_from(attr.mtu).unwrap_or(0),
                 solicited: false,
+                by_reference: false,
                 src: qp.num,
                 dst: attr.dest,
                 psn: 0,
@@ -961,7 +1182,7 @@ impl World {
                         (psn, total, offset, u32::try_from(len).unwrap_or(0));
                     let at = self.adapter.regions.check(rkey, qp.pd, raddr, total, access::REMOTE_READ);
                     match (at, usize::try_from(offset)) {
-                        (Some(at), Ok(offset)) => data = Pieces::one(at.wrapping_add(offset), frame.len as usize),
+                        (Some(at), Ok(offset)) => data.add_in(at.mem, at.ptr.wrapping_add(offset), frame.len as usize),
                         _ if total == 0 => {}
                         _ => {
                             // Deregistered since the request came.
@@ -973,7 +1194,15 @@ impl World {
                     }
                 }
             }
-            match self.links.send(peer, &attr.address, &frame, &data) {
+            let mut room = [0; REFERENCE];
+            let Some(payload) = self.payload(peer, &data, &mut frame, &mut room) else {
+                let psn = frame.psn;
+                self.refuse(&qp, None, status::REM_OP);
+                let Some(conn) = self.conn_mut(index) else { return false };
+                conn.reply(Kind::Nak, u8::try_from(status::REM_OP).unwrap_or(0), psn);
+                continue;
+            };
+            match self.links.send(peer, &attr.address, &frame, &payload) {
                 Sent::Full => {
                     self.blocked.push(index);
                     return false;
@@ -999,24 +1228,24 @@ impl World {
         self.conn(index).is_some_and(|conn| !conn.replies.is_empty())
     }
 
-    /// An answer to the requester.
-    fn answer(&mut self, peer: Peer, frame: &Frame, data: &Pieces) {
+    /// An answer to the requester. False if it has to wait for a READ's bytes to land.
+    fn answer(&mut self, peer: Peer, frame: &Frame, data: &Pieces) -> bool {
         let now = Instant::now();
         let index = frame.dst & crate::qp::INDEX_MASK;
-        let Some(conn) = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst) else { return };
+        let Some(conn) = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst) else { return true };
         if conn.qp.state() != State::Rts || conn.peer != Some(peer) || conn.attr.dest != frame.src {
-            return;
+            return true;
         }
         let qp = Arc::clone(&conn.qp);
         if !self.adapter.port_is_up(qp.device, usize::from(conn_port(self.conn(index)))) {
-            return;
+            return true;
         }
-        let Some(at) = self.conn(index).and_then(|conn| conn.in_flight(frame.psn)) else { return };
+        let Some(at) = self.conn(index).and_then(|conn| conn.in_flight(frame.psn)) else { return true };
         // Requests before this one are done; a READ is only done by its own data.
         while let Some(conn) = self.conn(index).filter(|conn| conn.una != at) {
             // SAFETY: una is posted and not completed.
             if unsafe { qp.sq.get(conn.una) }.op == Op::Read {
-                return;
+                return conn.landing == 0;
             }
             self.complete_send(index);
         }
@@ -1027,35 +1256,54 @@ impl World {
             Kind::Nak => {
                 let code = u32::from(frame.syndrome);
                 let code = if (status::LOC_LEN..=21).contains(&code) { code } else { status::REM_OP };
-                return self.fail_send(index, code, vendor_code(code));
+                self.fail_send(index, code, vendor_code(code));
+                return true;
             }
             Kind::Rnr => {
                 self.not_ready(index, frame.syndrome & 31, now);
-                return;
+                return true;
             }
             Kind::ReadResponse if wqe.op == Op::Read => {
-                let Some(conn) = self.conn_mut(index) else { return };
+                let Some(conn) = self.conn_mut(index) else { return true };
                 if frame.offset != conn.read_offset || frame.total != wqe.len {
-                    return;
+                    return true;
                 }
                 let sges = &wqe.sges[..wqe.sge_count];
                 let len = u64::from(frame.len);
                 let Some(target) = gather(self.adapter, qp.pd, sges, frame.offset, len, access::LOCAL_WRITE) else {
-                    return self.fail_send(index, status::LOC_PROT, vendor_code(status::LOC_PROT));
+                    self.fail_send(index, status::LOC_PROT, vendor_code(status::LOC_PROT));
+                    return true;
                 };
-                // SAFETY: the keys were just checked, under the lock that deregistration takes.
-                unsafe { data.copy_to(&target) };
-                let Some(conn) = self.conn_mut(index) else { return };
+                let is_last = frame.offset + len >= wqe.len;
+                match self.carry(index, data, &target, frame.offset == 0) {
+                    Copied::Now => {}
+                    Copied::Later(ticket, unload) => {
+                        let mut landing = Landing::new(ticket, unload);
+                        (landing.requester, landing.sent) = (Some(qp.num), is_last);
+                        self.queue(landing);
+                        if let Some(conn) = self.conn_mut(index) {
+                            conn.read_offset += len;
+                        }
+                        self.set_deadline(index, now);
+                        return true;
+                    }
+                    Copied::Busy => return false,
+                    Copied::Failed => {
+                        self.fail_send(index, status::LOC_QP_OP, vendor_code(status::LOC_QP_OP));
+                        return true;
+                    }
+                }
+                let Some(conn) = self.conn_mut(index) else { return true };
                 conn.read_offset += len;
-                if conn.read_offset >= wqe.len {
+                if is_last {
                     self.complete_send(index);
                     self.activate(index);
                 }
             }
-            _ => return,
+            _ => return true,
         }
         // Progress: the clock starts anew, or stops.
-        let Some(conn) = self.conn_mut(index) else { return };
+        let Some(conn) = self.conn_mut(index) else { return true };
         if conn.una == conn.next && conn.offset == 0 {
             conn.deadline = None;
             if qp.sq.head() != conn.next {
@@ -1064,6 +1312,7 @@ impl World {
         } else {
             self.set_deadline(index, now);
         }
+        true
     }
 }
 

@@ -63,6 +63,10 @@ pub(crate) struct Neighbour {
 }
 
 impl Neighbour {
+    pub(crate) fn pid(&self) -> u32 {
+        self.memory.word32(PID).load(Ordering::Relaxed)
+    }
+
     pub(crate) fn is_alive(&self) -> bool {
         self.memory.word64(GENERATION).load(Ordering::Acquire) == self.generation && is_locked(&self.file)
     }

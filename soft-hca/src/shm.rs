@@ -24,6 +24,10 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
+    pub(crate) fn base(&self) -> *mut u8 {
+        self.at.as_ptr()
+    }
+
     /// Maps `len` bytes of a file; the file keeps its size, or a later access would raise SIGBUS.
     pub(crate) fn of_file(file: &File, len: usize) -> io::Result<Self> {
         Self::map(len, libc::MAP_SHARED, file.as_raw_fd())
@@ -131,7 +135,7 @@ impl Ring {
 
     /// Writer: false when there is no room; then the reader will ring when there is.
     pub(crate) fn write(&mut self, frame: &Frame, payload: &Pieces) -> bool {
-        let need = whole_lines(frame.len);
+        let need = whole_lines(frame.payload());
         let room = |tail: u64| self.size.checked_sub(self.mine.wrapping_sub(tail)).is_some_and(|room| room >= need);
         if !room(self.tail().load(Ordering::Acquire)) {
             self.memory.word32(WRITER_WAITS).store(1, Ordering::SeqCst);
@@ -145,7 +149,7 @@ impl Ring {
         // SAFETY: the reader is past these bytes; the header is ours.
         unsafe { header.copy_to(&self.pieces(self.mine, HEADER)) };
         // SAFETY: as above; the payload was checked by the caller.
-        unsafe { payload.copy_to(&self.pieces(self.mine + HEADER as u64, frame.len as usize)) };
+        unsafe { payload.copy_to(&self.pieces(self.mine + HEADER as u64, frame.payload() as usize)) };
         self.mine += need;
         self.head().store(self.mine, Ordering::Release);
         true
@@ -174,15 +178,15 @@ impl Ring {
         // SAFETY: HEADER bytes of the ring, and our own array.
         unsafe { self.pieces(self.mine, HEADER).copy_to(&Pieces::one(header.as_mut_ptr(), HEADER)) };
         let frame = Frame::decode(&header).ok_or(())?;
-        if whole_lines(frame.len) > there {
+        if whole_lines(frame.payload()) > there {
             return Err(());
         }
-        Ok(Some((frame, self.pieces(self.mine + HEADER as u64, frame.len as usize))))
+        Ok(Some((frame, self.pieces(self.mine + HEADER as u64, frame.payload() as usize))))
     }
 
     /// Reader: done with a frame. True if the writer waits for room.
     pub(crate) fn consume(&mut self, frame: &Frame) -> bool {
-        self.mine += whole_lines(frame.len);
+        self.mine += whole_lines(frame.payload());
         self.tail().store(self.mine, Ordering::Release);
         fence(Ordering::SeqCst);
         let waits = self.memory.word32(WRITER_WAITS);
@@ -204,6 +208,7 @@ mod tests {
             syndrome: 0,
             mtu: 5,
             solicited: false,
+            by_reference: false,
             src: 1,
             dst: 2,
             psn,

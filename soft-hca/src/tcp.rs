@@ -252,7 +252,7 @@ impl Inbox {
         let (mut near, far) = new_ring(self.ring_bytes).ok_or_else(refuse)?;
         let state = Arc::new(State::default());
         let wire = Wire { ring: Arc::clone(near.memory()), state: Arc::clone(&state), thread: None };
-        let link = Link { peer: Peer::Host(host, slot), ring: far, end: End::Wire(wire) };
+        let link = Link { peer: Peer::Host(host, slot), ring: far, end: End::Wire(wire), bytes_only: true };
         self.links.lock().unwrap_or_else(PoisonError::into_inner).push(link);
         self.own.wake();
         let result = self.pump(&mut stream, &mut near, &state);

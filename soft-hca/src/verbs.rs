@@ -6,6 +6,7 @@ use crate::adapter::{self, Adapter};
 use crate::engine::Running;
 use crate::events::{AsyncEvent, Channel, EventQueue};
 use crate::fabric::{Device, LinkLayer, PortState, mtu_code};
+use crate::gpu::{self, Mem};
 use crate::memory::access_is_valid;
 use crate::null;
 use crate::qp::{self, Caps, MAX_INLINE, MAX_READS, MAX_SGE, NewQp, Op, Qp, RecvWqe, SendWqe, Sge, State};
@@ -38,6 +39,8 @@ struct Pd {
 #[repr(C)]
 struct Mr {
     ibv: ffi::ibv_mr,
+    /// Bytes of it that count as pinned.
+    pinned: u64,
 }
 
 #[repr(C)]
@@ -587,6 +590,28 @@ pub unsafe extern "C" fn dealloc_pd(pd: *mut ffi::ibv_pd) -> c_int {
     })
 }
 
+/// Where a registration's bytes are, as far as the caller says.
+enum Source {
+    Address,
+    /// A descriptor, and the range's offset in what it stands for.
+    DmaBuf(c_int, u64),
+}
+
+/// The GPU whose memory is to be registered; None for host memory.
+fn gpu_of(described: &Device, source: &Source, addr: usize, len: usize) -> Result<Option<u8>, c_int> {
+    let (start, bytes) = (addr as u64, len as u64);
+    match *source {
+        Source::Address => match gpu::locate(start) {
+            Some(gpu) if described.gpu_peermem => Ok(Some(gpu)),
+            // As the kernel finds it without nvidia-peermem: no pages of this process.
+            Some(_) => Err(libc::EFAULT),
+            None if is_mapped(addr, len) => Ok(None),
+            None => Err(libc::EFAULT),
+        },
+        Source::DmaBuf(fd, offset) => Ok(Some(gpu::dmabuf(fd, offset, bytes, start, described.gpu_model)?)),
+    }
+}
+
 unsafe fn register(
     pd: *mut ffi::ibv_pd,
     addr: *mut c_void,
@@ -594,6 +619,7 @@ unsafe fn register(
     iova: u64,
     access: u32,
     verb: &str,
+    source: &Source,
 ) -> *mut ffi::ibv_mr {
     pointer(|| {
         // SAFETY: a PD of ours.
@@ -602,29 +628,66 @@ unsafe fn register(
         // SAFETY: its context outlives it.
         let context: &Context = unsafe { object(context_ptr)? };
         ordered(context.adapter, verb)?;
+        let described = context.described().ok_or(libc::ENODEV)?;
+        if let Source::DmaBuf(fd, _) = source {
+            if !described.gpu_dmabuf || described.hide.iter().any(|hidden| hidden == verb) {
+                return Err(libc::EOPNOTSUPP);
+            }
+            // Before anything else is looked at, so that programs can ask whether the verb is there.
+            if *fd < 0 {
+                return Err(libc::EBADF);
+            }
+        }
         if len == 0 || !access_is_valid(access) || addr.addr().checked_add(len).is_none() {
             return Err(libc::EINVAL);
         }
-        if !is_mapped(addr.addr(), len) {
-            return Err(libc::EFAULT);
-        }
+        let gpu = gpu_of(described, source, addr.addr(), len)?;
         let bytes = u64::try_from(len).map_err(|_| libc::EINVAL)?;
-        if !context.adapter.pin(context.device, bytes) {
+        let start = u64::try_from(addr.expose_provenance()).map_err(|_| libc::EINVAL)?;
+        let pinned = if gpu.is_none() { bytes } else { 0 };
+        if !context.adapter.pin(context.device, pinned) {
             return Err(libc::ENOMEM);
         }
-        let start = u64::try_from(addr.expose_provenance()).map_err(|_| libc::EINVAL)?;
-        let entered = {
-            let _world = context.world();
-            context.adapter.regions.insert(owner.ibv.handle, start, bytes, iova, access)
-        };
-        let Some(key) = entered else {
-            context.adapter.unpin(context.device, bytes);
-            return Err(libc::ENOMEM);
-        };
+        let entered = gpu.map_or(Ok(()), |gpu| open_gpu(context, gpu)).and_then(|()| {
+            let mut world = context.world();
+            let mem = gpu.map_or(Mem::Host, |gpu| {
+                let dmabuf = if let Source::DmaBuf(fd, offset) = *source { Some((fd, offset)) } else { None };
+                world.gpu.enter(gpu, start, bytes, dmabuf)
+            });
+            let key = context.adapter.regions.insert_in(mem, owner.ibv.handle, start, bytes, iova, access);
+            if key.is_none() {
+                world.gpu.leave(mem);
+            }
+            key.ok_or(libc::ENOMEM)
+        });
+        let key = entered.inspect_err(|_| context.adapter.unpin(context.device, pinned))?;
         owner.users.fetch_add(1, Ordering::Relaxed);
+        // As libibverbs has it: of a dma-buf the offset.
+        let addr = if let Source::DmaBuf(_, offset) = *source {
+            ptr::without_provenance_mut(usize::try_from(offset).unwrap_or(0))
+        } else {
+            addr
+        };
         let ibv = ffi::ibv_mr { context: context_ptr, pd, addr, length: len, handle: key, lkey: key, rkey: key };
-        Ok(Box::into_raw(Box::new(Mr { ibv })).cast())
+        Ok(Box::into_raw(Box::new(Mr { ibv, pinned })).cast())
     })
+}
+
+/// Makes sure that the engine can copy to and from a GPU.
+fn open_gpu(context: &Context, gpu: u8) -> Result<(), c_int> {
+    if !context.adapter.is_threaded() {
+        return Err(libc::EOPNOTSUPP);
+    }
+    if context.world().gpu.is_open(gpu) {
+        return Ok(());
+    }
+    // Without the lock: it takes a while.
+    let copier = gpu::open(gpu).map_err(|error| {
+        eprintln!("soft-hca: GPU {gpu} cannot be used: {error}");
+        libc::EIO
+    })?;
+    context.world().gpu.add(gpu, copier);
+    Ok(())
 }
 
 /// As pinning finds out: every page of the range belongs to a mapping.
@@ -641,7 +704,7 @@ pub unsafe extern "C" fn reg_mr(
     access: c_int,
 ) -> *mut ffi::ibv_mr {
     // SAFETY: the caller's. The address is its own iova.
-    unsafe { register(pd, addr, len, addr.addr() as u64, access.cast_unsigned(), "reg_mr") }
+    unsafe { register(pd, addr, len, addr.addr() as u64, access.cast_unsigned(), "reg_mr", &Source::Address) }
 }
 
 pub unsafe extern "C" fn reg_mr_iova(
@@ -652,7 +715,7 @@ pub unsafe extern "C" fn reg_mr_iova(
     access: c_int,
 ) -> *mut ffi::ibv_mr {
     // SAFETY: the caller's.
-    unsafe { register(pd, addr, len, iova, access.cast_unsigned(), "reg_mr_iova") }
+    unsafe { register(pd, addr, len, iova, access.cast_unsigned(), "reg_mr_iova", &Source::Address) }
 }
 
 pub unsafe extern "C" fn reg_mr_iova2(
@@ -663,30 +726,21 @@ pub unsafe extern "C" fn reg_mr_iova2(
     access: u32,
 ) -> *mut ffi::ibv_mr {
     // SAFETY: the caller's.
-    unsafe { register(pd, addr, len, iova, access, "reg_mr_iova2") }
+    unsafe { register(pd, addr, len, iova, access, "reg_mr_iova2", &Source::Address) }
 }
 
-/// A dummy call with descriptor -1 is how programs ask whether the device takes dma-bufs: EBADF says yes.
+/// The memory is taken to be at `iova` in this process, which is where the program has mapped what it registers.
 pub unsafe extern "C" fn reg_dmabuf_mr(
     pd: *mut ffi::ibv_pd,
-    _offset: u64,
-    _len: usize,
-    _iova: u64,
+    offset: u64,
+    len: usize,
+    iova: u64,
     fd: c_int,
-    _access: c_int,
+    access: c_int,
 ) -> *mut ffi::ibv_mr {
-    pointer(|| {
-        // SAFETY: a PD of ours.
-        let owner: &Pd = unsafe { object(pd)? };
-        // SAFETY: its context outlives it.
-        let context: &Context = unsafe { object(owner.ibv.context)? };
-        ordered(context.adapter, "reg_dmabuf_mr")?;
-        let hidden = |verb: &String| verb == "reg_dmabuf_mr";
-        if !context.described().is_some_and(|device| device.gpu_dmabuf && !device.hide.iter().any(hidden)) {
-            return Err(libc::EOPNOTSUPP);
-        }
-        Err(if fd < 0 { libc::EBADF } else { libc::EOPNOTSUPP })
-    })
+    let addr = ptr::with_exposed_provenance_mut(usize::try_from(iova).unwrap_or(0));
+    // SAFETY: the caller's.
+    unsafe { register(pd, addr, len, iova, access.cast_unsigned(), "reg_dmabuf_mr", &Source::DmaBuf(fd, offset)) }
 }
 
 /// When this returns, nothing reads or writes the region any more.
@@ -697,11 +751,8 @@ pub unsafe extern "C" fn dereg_mr(mr: *mut ffi::ibv_mr) -> c_int {
         // SAFETY: its context outlives it.
         let context: &Context = unsafe { object(mr.ibv.context)? };
         ordered(context.adapter, "dereg_mr")?;
-        {
-            let _world = context.world();
-            context.adapter.regions.remove(mr.ibv.lkey);
-        }
-        context.adapter.unpin(context.device, mr.ibv.length as u64);
+        context.world().deregister(mr.ibv.lkey);
+        context.adapter.unpin(context.device, mr.pinned);
         // SAFETY: its PD outlives it.
         unsafe { object::<Pd>(mr.ibv.pd)? }.users.fetch_sub(1, Ordering::Relaxed);
         // SAFETY: made by register; its last use.

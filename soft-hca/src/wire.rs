@@ -19,12 +19,16 @@ pub(crate) enum Kind {
     Nak,
     /// `syndrome` is the code of the responder's RNR timer.
     Rnr,
+    /// The memory that a frame referred to can't be reached: send its bytes. `syndrome` is 1 for a READ's response.
+    NoReference,
+    /// The share `rkey` is gone. Of no queue pair.
+    Forget,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         use Kind::*;
-        [Write, WriteImm, Send, SendImm, ReadRequest, ReadResponse, Ack, Nak, Rnr]
+        [Write, WriteImm, Send, SendImm, ReadRequest, ReadResponse, Ack, Nak, Rnr, NoReference, Forget]
             .into_iter()
             .find(|&kind| kind as u8 == code)
     }
@@ -36,13 +40,15 @@ pub(crate) struct Frame {
     pub(crate) syndrome: u8,
     pub(crate) mtu: u8,
     pub(crate) solicited: bool,
+    /// The payload is a reference to where the bytes are.
+    pub(crate) by_reference: bool,
     pub(crate) src: u32,
     pub(crate) dst: u32,
     /// Counts messages, not packets.
     pub(crate) psn: u32,
     pub(crate) imm: u32,
     pub(crate) rkey: u32,
-    /// Bytes of payload behind this header.
+    /// Bytes of the message in this frame: behind this header, or where the reference says.
     pub(crate) len: u32,
     /// Bytes of the message, and where in it the payload belongs.
     pub(crate) total: u64,
@@ -51,10 +57,29 @@ pub(crate) struct Frame {
 }
 
 impl Frame {
+    /// Of no queue pair: `src` holds no more than the sender's slot.
+    pub(crate) fn forget(src: u32, share: u32) -> Self {
+        let kind = Kind::Forget;
+        let (syndrome, mtu, solicited, by_reference) = (0, 0, false, false);
+        let (dst, psn, imm, len, total, offset, raddr) = (0, 0, 0, 0, 0, 0, 0);
+        let rkey = share;
+        Self { kind, syndrome, mtu, solicited, by_reference, src, dst, psn, imm, rkey, len, total, offset, raddr }
+    }
+
+    /// Bytes behind the header.
+    pub(crate) fn payload(&self) -> u32 {
+        if self.by_reference { crate::gpu::REFERENCE as u32 } else { self.len }
+    }
+
     pub(crate) fn encode(&self) -> [u8; HEADER] {
         let mut out = [0; HEADER];
         out[..2].copy_from_slice(&MAGIC.to_le_bytes());
-        out[2..6].copy_from_slice(&[self.kind as u8, self.syndrome, self.mtu, u8::from(self.solicited)]);
+        out[2..6].copy_from_slice(&[
+            self.kind as u8,
+            self.syndrome,
+            self.mtu,
+            u8::from(self.solicited) | u8::from(self.by_reference) << 1,
+        ]);
         for (i, word) in [self.src, self.dst, self.psn, self.imm, self.rkey, self.len].into_iter().enumerate() {
             out[8 + 4 * i..12 + 4 * i].copy_from_slice(&word.to_le_bytes());
         }
@@ -72,7 +97,8 @@ impl Frame {
             kind: Kind::from_code(bytes[2])?,
             syndrome: bytes[3],
             mtu: bytes[4],
-            solicited: bytes[5] != 0,
+            solicited: bytes[5] & 1 != 0,
+            by_reference: bytes[5] & 2 != 0,
             src: word(8),
             dst: word(12),
             psn: word(16),
@@ -99,9 +125,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_sent_arrives(kind in 1u8..10, words in prop::array::uniform6(0u32..0xff_ffff), len in 0u32..65536) {
+        fn what_was_sent_arrives(kind in 1u8..12, words in prop::array::uniform6(0u32..0xff_ffff), len in 0u32..65536) {
             let frame = Frame {
-                kind: Kind::from_code(kind).unwrap(), syndrome: 7, mtu: 5, solicited: true,
+                kind: Kind::from_code(kind).unwrap(), syndrome: 7, mtu: 5, solicited: true, by_reference: kind % 2 == 0,
                 src: words[0], dst: words[1], psn: words[2], imm: words[3], rkey: words[4], len,
                 total: u64::from(words[5]) + u64::from(len), offset: u64::from(words[5]), raddr: u64::MAX - 5,
             };

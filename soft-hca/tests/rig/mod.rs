@@ -1,5 +1,6 @@
 //! What the tests share: a device opened through the verbs functions, and queue pairs between its ports.
 #![allow(dead_code, reason = "each test binary uses a part")]
+pub(crate) mod gpu;
 pub(crate) mod peer;
 
 use ibverbs_sys as ffi;

@@ -6,6 +6,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 pub(crate) const SIZE: usize = 4 << 20;
 const ROLE: &str = "SOFT_HCA_TEST_PEER";
+/// Set: the buffer is in GPU memory.
+pub(crate) const IN_GPU: &str = "SOFT_HCA_TEST_IN_GPU";
 
 pub(crate) struct Peer {
     child: Child,
@@ -84,10 +86,20 @@ pub(crate) fn serve() {
         return;
     }
     let nic = Nic::open(0);
-    let mut buf = pattern(SIZE, 9);
-    let mr = nic.mr(&mut buf, RIGHTS);
+    let mut in_gpu = std::env::var_os(IN_GPU).map(|_| gpu::Buffer::new(&nic, SIZE));
+    let mut in_host = pattern(SIZE, 9);
+    let (buf, mr) = match &mut in_gpu {
+        Some(buffer) => {
+            let mr = buffer.mr;
+            (buffer.bytes(), mr)
+        }
+        None => {
+            let mr = nic.mr(&mut in_host, RIGHTS);
+            (&mut in_host[..], mr)
+        }
+    };
     let mut qp = nic.qp();
-    println!("@{} {} {} {}", qp.num(), addr(&buf), rkey(mr), u128::from_ne_bytes(nic.gid));
+    println!("@{} {} {} {}", qp.num(), addr(buf), rkey(mr), u128::from_ne_bytes(nic.gid));
     for line in std::io::stdin().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -126,9 +138,9 @@ pub(crate) fn serve() {
                         qp = nic.qp();
                     }
                 }
-                let before = buf.clone();
+                let before = buf.to_vec();
                 std::thread::sleep(Duration::from_millis(20));
-                println!("@{}", if before == buf { "still" } else { "bytes landed" });
+                println!("@{}", if before == *buf { "still" } else { "bytes landed" });
             }
             other => panic!("{other}?"),
         }
