@@ -1,8 +1,13 @@
 //! GPU memory, as far as it goes without a GPU: what is reported by what the machine shows, what is refused and how, and
-//! flushes. soft-hca does not mind a host address that is registered as GPU memory, so those stand in for it.
+//! flushes. Registered by its address, host memory stands in for it (an adapter does not mind); by a dma-buf, soft-hca's
+//! model of a GPU, a memfd.
 
 use std::ffi::c_int;
-use std::os::fd::AsFd as _;
+use std::fs::File;
+use std::os::fd::{AsFd as _, FromRawFd as _};
+use std::ptr::NonNull;
+
+use nccl_net_rdma::abi::types::ncclResult_t;
 
 use crate::plugin::{CUDA, Comm, DMABUF, HOST, Plugin, forget_lines, infos, pattern, warnings, warnings_with};
 use crate::rig::{Room, Setting, alone, host, roce, until};
@@ -99,10 +104,10 @@ fn memory_that_was_not_offered_is_refused_with_the_reason() {
         let plugin = on_machine(room, &[LOADED]);
         let pair = plugin.pair(0, 0);
         let data = pattern(5000);
-        let file = std::fs::File::open("/dev/null").unwrap();
+        let file = File::open("/dev/null").unwrap();
         let by_address = plugin.reg_mr_as(pair.1, &data, CUDA);
         refusal(&by_address, &["soft0:1 can't register GPU memory by its address", "loaded, not registered"]);
-        let by_descriptor = plugin.reg_dma_buf(pair.1, &data, file.as_fd());
+        let by_descriptor = plugin.reg_dma_buf(pair.1, &data, 0, file.as_fd());
         refusal(&by_descriptor, &["soft0:1 can't register a dma-buf", "Operation not supported"]);
         plugin.carry(pair, &data);
         plugin.close(pair);
@@ -141,12 +146,99 @@ fn a_dma_buf_that_is_refused_says_why() {
         let plugin = Plugin::started();
         let pair = plugin.pair(0, 0);
         let data = pattern(10_000);
-        let file = std::fs::File::open("/dev/null").unwrap();
-        let refused = plugin.reg_dma_buf(pair.1, &data, file.as_fd());
+        let file = File::open("/dev/null").unwrap();
+        let refused = plugin.reg_dma_buf(pair.1, &data, 0, file.as_fd());
         refusal(&refused, &["ibv_reg_dmabuf_mr on r0", "Invalid argument", "from offset 0x0", "10000 bytes"]);
         // That file is no dma-buf.
-        refusal(&plugin.reg_dma_buf(pair.1, &data, file.as_fd()), &["ibv_reg_dmabuf_mr on r0"]);
+        refusal(&plugin.reg_dma_buf(pair.1, &data, 0, file.as_fd()), &["ibv_reg_dmabuf_mr on r0"]);
         plugin.carry(pair, &data);
+        plugin.close(pair);
+    });
+}
+
+/// Memory of soft-hca's model of a GPU, mapped.
+struct Modelled {
+    file: File,
+    base: NonNull<u8>,
+    len: usize,
+}
+
+impl Modelled {
+    fn new(len: usize) -> Self {
+        // SAFETY: a C string.
+        let fd = unsafe { libc::memfd_create(c"gpu".as_ptr(), libc::MFD_CLOEXEC) };
+        assert!(fd >= 0);
+        // SAFETY: just opened.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(u64::try_from(len).unwrap()).unwrap();
+        let (access, at) = (libc::PROT_READ | libc::PROT_WRITE, std::ptr::null_mut());
+        // SAFETY: a new mapping touches no existing memory.
+        let base = unsafe { libc::mmap(at, len, access, libc::MAP_SHARED, fd, 0) };
+        assert_ne!(base, libc::MAP_FAILED);
+        Self { file, base: NonNull::new(base.cast()).unwrap(), len }
+    }
+
+    fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: mapped as long as this object lives.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+    }
+
+    /// Registers what is from `offset` on; the descriptor is closed afterwards, as NCCL does.
+    fn register(&mut self, plugin: &Plugin, comm: Comm, offset: usize) -> Result<Comm, ncclResult_t> {
+        let fd = self.file.try_clone().unwrap();
+        plugin.reg_dma_buf(comm, &self.bytes()[offset..], u64::try_from(offset).unwrap(), fd.as_fd())
+    }
+}
+
+impl Drop for Modelled {
+    fn drop(&mut self) {
+        // SAFETY: mapped by us, unmapped once.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+const MODEL: &str = "gpu_dmabuf = true\ngpu_model = true";
+
+/// The lengths are no multiple of a page, and the dma-bufs end where the data end.
+#[test]
+fn bytes_travel_between_dma_bufs() {
+    alone(&Setting { fabric: Some(&two_rails(MODEL)), env: &[RAILS] }, |_| {
+        let plugin = Plugin::started();
+        let (send, recv) = plugin.pair(0, 0);
+        for (len, offset) in [(8, 0), (10_000, 4096), (3_000_001, 65_536 + 100)] {
+            let (mut from, mut to) = (Modelled::new(offset + len), Modelled::new(offset + len));
+            from.bytes().copy_from_slice(&pattern(offset + len));
+            let sending = from.register(&plugin, send, offset).unwrap();
+            let receiving = to.register(&plugin, recv, offset).unwrap();
+            let receive = until("irecv", || plugin.irecv(recv, &mut to.bytes()[offset..], 0, receiving).unwrap());
+            let sent = until("isend", || plugin.isend(send, &from.bytes()[offset..], 0, sending).unwrap());
+            let size = plugin.finish(receive).unwrap();
+            assert_eq!(usize::try_from(size).unwrap(), len);
+            plugin.finish(sent).unwrap();
+            let flush = plugin.iflush(recv, &to.bytes()[offset..], size, receiving).unwrap().unwrap();
+            plugin.finish(flush).unwrap();
+            assert!(to.bytes()[offset..] == from.bytes()[offset..], "{len} bytes at {offset} differ");
+            assert!(to.bytes()[..offset].iter().all(|&b| b == 0), "written before the start");
+            plugin.dereg_mr(send, sending);
+            plugin.dereg_mr(recv, receiving);
+        }
+        plugin.close((send, recv));
+        assert_eq!(warnings(), Vec::<String>::new());
+    });
+}
+
+/// As a_registration_that_fails_half_way_leaves_nothing; the first two calls are the probes.
+#[test]
+fn a_dma_buf_that_the_second_rail_refuses_leaves_nothing() {
+    let env = [RAILS, ("SOFT_HCA_FAIL", "reg_dmabuf_mr:4:ENOMEM")];
+    let tight = format!("{MODEL}\nmax_mr = 4");
+    alone(&Setting { fabric: Some(&two_rails(&tight)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let mut memory = Modelled::new(1 << 20);
+        refusal(&memory.register(&plugin, pair.1, 0), &["ibv_reg_dmabuf_mr on r1", "memlock", "BAR1"]);
+        let handle = memory.register(&plugin, pair.1, 0).unwrap();
+        plugin.dereg_mr(pair.1, handle);
         plugin.close(pair);
     });
 }

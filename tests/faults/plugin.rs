@@ -269,11 +269,18 @@ impl Plugin {
         Ok(handle)
     }
 
-    pub(crate) fn reg_dma_buf(&self, comm: Comm, data: &[u8], fd: BorrowedFd<'_>) -> Result<Comm, ncclResult_t> {
+    /// `data` is at `offset` of what the descriptor stands for.
+    pub(crate) fn reg_dma_buf(
+        &self,
+        comm: Comm,
+        data: &[u8],
+        offset: u64,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Comm, ncclResult_t> {
         let mut handle = ptr::null_mut();
         let (at, register) = (data.as_ptr().cast_mut().cast(), self.table.regMrDmaBuf.unwrap());
         // SAFETY: an open comm and descriptor, one pointer to write.
-        ok(unsafe { register(comm, at, data.len(), CUDA, 0, fd.as_raw_fd(), &raw mut handle) })?;
+        ok(unsafe { register(comm, at, data.len(), CUDA, offset, fd.as_raw_fd(), &raw mut handle) })?;
         assert!(!handle.is_null());
         Ok(handle)
     }
