@@ -190,6 +190,8 @@ mod tests {
             .env("SOFT_HCA_FABRIC", fabric)
             .env("SOFT_HCA_HOST", "here")
             .env("NCCL_NET_RDMA_SPLIT_THRESHOLD", "512")
+            // Room at the heap's end: an allocation is to be found as such, not as the system call by which the heap grows.
+            .env("MALLOC_TOP_PAD_", "4000000")
             .envs(setting.iter().copied())
             .stdout(Stdio::null());
         let bounded = || {

@@ -17,6 +17,9 @@ struct Report<'a> {
 
 /// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
 pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
+    // The plugin leaves out what NCCL would not show; here all of it is wanted.
+    // SAFETY: this process has no other thread yet.
+    unsafe { std::env::set_var("NCCL_DEBUG", "INFO") };
     let plugin = Plugin::load(path)?;
     plugin.init().context("NCCL would drop this plugin")?;
     let count = plugin.devices().context("NCCL would drop this plugin")?;
@@ -67,8 +70,8 @@ fn table(devices: &[Properties]) -> Table {
 }
 
 fn memory_kinds(mask: i32) -> String {
-    let kinds = [(abi::PTR_HOST, "host"), (abi::PTR_CUDA, "cuda"), (abi::PTR_DMABUF, "dmabuf")];
-    kinds.iter().filter(|(bit, _)| mask & bit != 0).map(|(_, name)| *name).collect::<Vec<_>>().join("+")
+    let kinds = [(abi::PTR_HOST, "host"), (abi::PTR_CUDA, "cuda (peermem)"), (abi::PTR_DMABUF, "dma-buf")];
+    kinds.iter().filter(|(bit, _)| mask & bit != 0).map(|(_, name)| *name).collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -78,6 +81,7 @@ mod tests {
     #[test]
     fn memory_kinds_are_named() {
         assert_eq!(memory_kinds(1), "host");
-        assert_eq!(memory_kinds(5), "host+dmabuf");
+        assert_eq!(memory_kinds(5), "host, dma-buf");
+        assert_eq!(memory_kinds(7), "host, cuda (peermem), dma-buf");
     }
 }

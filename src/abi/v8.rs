@@ -4,6 +4,7 @@ use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
+use crate::memory::Memory;
 use crate::net::{self, Accepting, Comm, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
 use crate::transfer::MAX_GROUP;
 
@@ -120,7 +121,7 @@ unsafe extern "C" fn get_properties(dev: c_int, props: *mut ncclNetProperties_v8
             name: device.name.as_ptr().cast_mut(),
             pciPath: device.pci_path.as_ref().map_or(ptr::null_mut(), |p| p.as_ptr().cast_mut()),
             guid: device.guid,
-            ptrSupport: device.ptr_support,
+            ptrSupport: device.ptr_support(),
             // Rights differ between the directions, so a registration is of its comm.
             regIsGlobal: 0,
             speed: c_int::try_from(device.speed).unwrap_or(c_int::MAX),
@@ -194,12 +195,13 @@ unsafe extern "C" fn accept(
     })
 }
 
-/// regMr takes host memory, and GPU memory that a peer memory driver maps; not a bit mask.
-fn check_type(kind: c_int) -> Result<(), NetError> {
-    if matches!(u32::try_from(kind), Ok(NCCL_PTR_HOST | NCCL_PTR_CUDA)) {
-        return Ok(());
+/// What NCCL says of memory that it registers; not a bit mask.
+fn memory(kind: c_int) -> Result<Memory, NetError> {
+    match u32::try_from(kind) {
+        Ok(NCCL_PTR_HOST) => Ok(Memory::Host),
+        Ok(NCCL_PTR_CUDA) => Ok(Memory::Gpu),
+        _ => Err(NetError::misuse(&format!("memory type {kind}; NCCL_PTR_HOST (1) and NCCL_PTR_CUDA (2) exist"))),
     }
-    Err(NetError::misuse(&format!("memory type {kind}; NCCL_PTR_HOST (1) and NCCL_PTR_CUDA (2) exist")))
 }
 
 unsafe extern "C" fn reg_mr(
@@ -213,11 +215,11 @@ unsafe extern "C" fn reg_mr(
         let out = given(mhandle, "mhandle")?;
         // SAFETY: NCCL passes a place for one pointer.
         unsafe { out.write(ptr::null_mut()) };
-        check_type(kind)?;
+        let memory = memory(kind)?;
         // SAFETY: NCCL passes a comm of ours.
         let comm = unsafe { comm(comm_) }?;
         // SAFETY: NCCL keeps the range mapped until deregMr.
-        let handle = unsafe { comm.register(data as u64, size) }?;
+        let handle = unsafe { comm.register(data as u64, size, memory) }?;
         // SAFETY: as above.
         unsafe { out.write(Box::into_raw(handle).cast()) };
         Ok(())
@@ -237,7 +239,9 @@ unsafe extern "C" fn reg_mr_dma_buf(
         let out = given(mhandle, "mhandle")?;
         // SAFETY: NCCL passes a place for one pointer.
         unsafe { out.write(ptr::null_mut()) };
-        check_type(kind)?;
+        if memory(kind)? == Memory::Host {
+            return Err(NetError::misuse("regMrDmaBuf for host memory"));
+        }
         if fd < 0 {
             return Err(NetError::misuse(&format!("regMrDmaBuf with descriptor {fd}")));
         }

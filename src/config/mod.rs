@@ -41,6 +41,15 @@ pub enum RoceVersion {
     V2,
 }
 
+/// Whether registrations may count on a peer memory driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PeerMemory {
+    /// As sysfs says.
+    Auto,
+    On,
+    Off,
+}
+
 /// Where a value in force came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
@@ -198,6 +207,8 @@ settings! {
     port_range: Option<RangeInclusive<u16>> = None, "NCCL_NET_RDMA_PORT_RANGE", Any, "TCP ports for connection set-up: first-last; unset: any";
     connect_timeout: Duration = Duration::from_secs(300), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take; a peer that can't be reached at all is given up after 60";
     split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
+    peermem: PeerMemory = PeerMemory::Auto, "NCCL_NET_RDMA_PEERMEM", Any, "GPU memory by nvidia_peermem: auto: where /sys/kernel/mm/memory_peers has it; on: although that is hidden (a container, a software adapter); off";
+    gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory; for tests";
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
 }
@@ -210,7 +221,6 @@ const INSTEAD: &[(&str, &str)] = &[
     ("NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL decides on GPUDirect"),
     ("NCCL_IB_GDR_LEVEL", "it is called NCCL_NET_GDR_LEVEL now"),
     ("NCCL_IB_IS_GLOBAL", "a GRH is used where the port or the subnets ask for it"),
-    ("NCCL_GDR_FLUSH_DISABLE", "data go to host memory, which needs no flush"),
     ("NCCL_SOCKET_RETRY_CNT", "NCCL_NET_RDMA_CONNECT_TIMEOUT bounds connection set-up"),
     ("NCCL_SOCKET_RETRY_SLEEP_MSEC", "NCCL_NET_RDMA_CONNECT_TIMEOUT bounds connection set-up"),
 ];
@@ -321,8 +331,10 @@ mod tests {
             ("NCCL_IB_ROCE_VERSION_NUM", "1"),
             ("NCCL_NET_RDMA_PORT_RANGE", "50000-50010"),
             ("NCCL_NET_RDMA_CONNECT_TIMEOUT", "5"),
+            ("NCCL_NET_RDMA_PEERMEM", "on"),
         ]);
         assert!(w.is_empty(), "{w:?}");
+        assert_eq!(c.peermem, PeerMemory::On);
         assert_eq!(c.ib_addr_family, AddrFamily::V6);
         assert_eq!(c.ib_addr_range.map(|r| r.to_string()).as_deref(), Some("10.0.0.0/8"));
         assert_eq!(c.ib_roce_version, RoceVersion::V1);
@@ -334,6 +346,7 @@ mod tests {
             ("NCCL_IB_ADDR_RANGE", "10.0.0.0/33"),
             ("NCCL_NET_RDMA_PORT_RANGE", "9-5"),
             ("NCCL_IB_ROCE_VERSION_NUM", "3"),
+            ("NCCL_NET_RDMA_PEERMEM", "1"),
         ] {
             assert_eq!(load(&[bad]).1.len(), 1, "{bad:?}");
         }

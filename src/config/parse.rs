@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::{AddrFamily, RoceVersion, Spec};
+use super::{AddrFamily, PeerMemory, RoceVersion, Spec};
 
 /// What there is to say of a value that was read.
 pub(super) enum Note {
@@ -222,6 +222,30 @@ impl Value for RoceVersion {
 
     fn valid(_: &Spec) -> String {
         "1 or 2".to_owned()
+    }
+}
+
+impl Value for PeerMemory {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
+        match text.trim() {
+            "auto" => Ok((Self::Auto, None)),
+            "on" => Ok((Self::On, None)),
+            "off" => Ok((Self::Off, None)),
+            _ => Err("not a word that is known".to_owned()),
+        }
+    }
+
+    fn show(&self) -> String {
+        match self {
+            Self::Auto => "auto",
+            Self::On => "on",
+            Self::Off => "off",
+        }
+        .to_owned()
+    }
+
+    fn valid(_: &Spec) -> String {
+        "auto, on or off".to_owned()
     }
 }
 

@@ -3,5 +3,5 @@
 mod cache;
 mod pages;
 
-pub use cache::{CacheStats, Registrar, Registration};
+pub use cache::{CacheStats, Memory, Registrar, Registration};
 pub use pages::Pages;

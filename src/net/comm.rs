@@ -10,7 +10,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::memory::{Pages, Registration};
+use crate::memory::{Memory, Pages, Registration};
 use crate::rendezvous::ControlHandle;
 use crate::transfer::{
     Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, QpSet, RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS,
@@ -68,7 +68,9 @@ pub struct RecvComm {
     pub(super) hot: UnsafeCell<Receiver<Arc<QpSet>>>,
     pub(super) base: Base,
     pub(super) _shadow: (Mr, Pages),
-    pub(super) _landing: Option<(Vec<Mr>, Pages)>,
+    pub(super) landing: Option<(Vec<Mr>, Pages)>,
+    /// Host memory is flushed too.
+    pub(super) flush_all: bool,
 }
 
 // SAFETY: `hot` is reached only through the unsafe functions below, whose contract is one thread at a time; the rest is
@@ -190,11 +192,18 @@ impl Base {
                 } else {
                     String::new()
                 };
-                let peer_now = if self.alert.has_closed() { "had closed" } else { "process alive, TCP connected" };
+                // The NIC asks itself for what it received: the other end of this QP is no peer.
+                let own = operation.starts_with("flush");
+                let direction = if own { "received from" } else { "to" };
+                let peer_now = match (own, self.alert.has_closed()) {
+                    (true, _) => "is not involved, the NIC reads from itself: what follows is about this host",
+                    (false, true) => "had closed",
+                    (false, false) => "process alive, TCP connected",
+                };
                 NetError::new(
                     Code::Remote,
                     format!(
-                        "{operation} of {bytes} bytes to peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
+                        "{operation} of {bytes} bytes {direction} peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
                          {route}; peer {peer_now}; {}",
                         self.peer,
                         failure.name(),
@@ -223,20 +232,22 @@ impl Base {
         }
     }
 
+    /// Registers on every rail, or, where one refuses, on none; that is printed.
     fn register(
         &self,
-        access: Access,
-        one: impl Fn(&Port, Access) -> Result<Registration, NetError>,
+        flushed: bool,
+        one: impl Fn(&Port) -> Result<Registration, NetError>,
     ) -> Result<Box<MrHandle>, NetError> {
         let mut registrations = Vec::with_capacity(self.ports.len());
         let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
         for (rail, port) in self.ports.iter().enumerate() {
-            let registration = one(port, access)?;
+            // What was registered on the rails before it goes with the list.
+            let registration = one(port).map_err(NetError::printed)?;
             lkeys[rail] = registration.lkey();
             rkeys[rail] = registration.rkey();
             registrations.push(registration);
         }
-        Ok(Box::new(MrHandle { _registrations: registrations, keys: Keys::new(lkeys, rkeys) }))
+        Ok(Box::new(MrHandle { _registrations: registrations, keys: Keys::new(lkeys, rkeys, flushed) }))
     }
 
     /// The end of a connection: last word, fence, and the control channel closes.
@@ -253,6 +264,12 @@ impl Base {
     }
 }
 
+/// A kind of memory that the device was not reported for.
+#[cold]
+fn cannot(port: &Port, what: &str, why: &str) -> NetError {
+    NetError::new(Code::InvalidUsage, format!("{port:?} can't register {what}: {why}"))
+}
+
 impl Comm {
     fn base(&self) -> &Base {
         match self {
@@ -261,30 +278,40 @@ impl Comm {
         }
     }
 
+    /// Whether what arrives in such memory is flushed.
+    fn flushes(&self, memory: Memory) -> bool {
+        match self {
+            Self::Send(_) => false,
+            Self::Recv(c) => c.landing.is_some() && (memory == Memory::Gpu || c.flush_all),
+        }
+    }
+
     /// Rights that traffic of this direction needs.
-    fn access(&self) -> Access {
+    fn access(&self, flushed: bool) -> Access {
         match self {
             // The NIC only reads what is sent.
             Self::Send(_) => Access::LOCAL_WRITE,
-            Self::Recv(c) => {
-                let flush = if c._landing.is_some() { Access::REMOTE_READ } else { Access::empty() };
+            Self::Recv(_) => {
+                let flush = if flushed { Access::REMOTE_READ } else { Access::empty() };
                 Access::LOCAL_WRITE | Access::REMOTE_WRITE | flush
             }
         }
     }
 
-    /// Registers memory for this connection.
+    /// Registers memory for this connection; that of a GPU by way of the peer memory driver.
     ///
     /// # Safety
     /// The range stays mapped until the handle is given back by [`Comm::deregister`].
-    pub unsafe fn register(&self, address: u64, length: usize) -> Result<Box<MrHandle>, NetError> {
-        self.base().register(self.access(), |port, access| {
+    pub unsafe fn register(&self, address: u64, length: usize, memory: Memory) -> Result<Box<MrHandle>, NetError> {
+        let flushed = self.flushes(memory);
+        let access = self.access(flushed);
+        self.base().register(flushed, |port| {
+            if let (Memory::Gpu, Err(why)) = (memory, &port.gpu.peermem) {
+                return Err(cannot(port, "GPU memory by its address (NCCL_PTR_CUDA)", why));
+            }
             // SAFETY: the caller's promise.
-            unsafe { port.registrar.register(address, length, access) }.map_err(|e| {
-                let error = NetError::new(Code::System, e.with(format_args!("while registering memory")).to_string());
-                tracing::warn!(target: "init", "{}", error.text);
-                error
-            })
+            unsafe { port.registrar.register(address, length, memory, access) }
+                .map_err(|e| NetError::new(Code::System, e.with("while registering memory").to_string()))
         })
     }
 
@@ -296,12 +323,15 @@ impl Comm {
         offset: u64,
         fd: BorrowedFd<'_>,
     ) -> Result<Box<MrHandle>, NetError> {
-        self.base().register(self.access(), |port, access| {
-            port.registrar.register_dmabuf(fd, offset, address, length, access).map_err(|e| {
-                let error = NetError::new(Code::System, e.to_string());
-                tracing::warn!(target: "init", "{}", error.text);
-                error
-            })
+        let flushed = self.flushes(Memory::Gpu);
+        let access = self.access(flushed);
+        self.base().register(flushed, |port| {
+            if let Err(why) = &port.gpu.dmabuf {
+                return Err(cannot(port, "a dma-buf", why));
+            }
+            port.registrar
+                .register_dmabuf(fd, offset, address, length, access)
+                .map_err(|e| NetError::new(Code::System, e.with("while registering GPU memory").to_string()))
         })
     }
 
@@ -533,7 +563,7 @@ mod tests {
     /// Registers an array on a comm; it must outlive the comm.
     fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Box<MrHandle> {
         // SAFETY: by this function's contract.
-        unsafe { comm.register(array.as_ptr() as u64, N) }.expect("a registration")
+        unsafe { comm.register(array.as_ptr() as u64, N, Memory::Host) }.expect("a registration")
     }
 
     fn isend(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
@@ -631,6 +661,29 @@ mod tests {
         assert!(first.text.contains("a receive is still open"), "{first}");
         assert_eq!(test(receive).expect_err("it stays"), first);
         assert_eq!(warnings.take(), [first.text]);
+        close(recv);
+    }
+
+    /// Whatever the way of registering, a dma-buf's too: rails before the one that refuses give back what they have.
+    #[test]
+    fn a_registration_is_of_all_rails_or_of_none() {
+        let engine = engine(&[("NCCL_NET_RDMA_RAILS", "soft_0+soft_1")]);
+        let (send, recv) = connection(&engine);
+        let base = recv.base();
+        let data = [0u8; 8];
+        let live = |rail: usize| base.ports[rail].registrar.stats().live;
+        let refused = base.register(false, |port| {
+            if port.name == base.ports[1].name {
+                assert_eq!(live(0), 1);
+                return Err(NetError::new(Code::System, "refused"));
+            }
+            // SAFETY: the array outlives the registration.
+            unsafe { port.registrar.register(data.as_ptr() as u64, 8, Memory::Gpu, Access::LOCAL_WRITE) }
+                .map_err(|e| NetError::new(Code::System, e.to_string()))
+        });
+        assert_eq!(refused.expect_err("the second rail refuses").text, "refused");
+        assert_eq!((live(0), live(1)), (0, 0));
+        close(send);
         close(recv);
     }
 

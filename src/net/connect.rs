@@ -17,6 +17,7 @@ use super::alert::Alert;
 use super::comm::{Base, Comm, SendComm};
 use super::device::{Device, Port};
 use super::endpoint::{Draft, Role, SEND_QUEUE};
+use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::{Code, NetError, control};
 
@@ -288,10 +289,11 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
             .join("/");
         tracing::info!(
             target: "init",
-            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, data path host memory; {}",
+            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, data path {}; {}",
             peer.who,
             lanes.rails,
             lanes.qps,
+            GpuMemory::common(ports.iter().map(|p| &p.gpu)).ways(),
             routes.join("; "),
         );
     }

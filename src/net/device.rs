@@ -14,6 +14,7 @@ use crate::topology::{hca, pci, rails};
 use crate::verbs::{Context, DeviceAttr, Library, Pd, PortAttr};
 
 use super::events::{DeviceEvents, EventReader};
+use super::gpu::GpuMemory;
 use super::{Code, NetError};
 
 /// One port of an opened device.
@@ -31,6 +32,7 @@ pub(super) struct Port {
     /// Warnings that are not repeated with every connection.
     told: Mutex<HashSet<String>>,
     pub(super) registrar: Arc<Registrar>,
+    pub(super) gpu: GpuMemory,
     pub(super) context: Arc<Context>,
 }
 
@@ -136,8 +138,8 @@ pub struct Device {
     /// µs.
     pub latency: f32,
     pub max_comms: c_int,
-    /// Bits NCCL_PTR_*.
-    pub ptr_support: c_int,
+    /// Ways to GPU memory that all rails have.
+    pub(super) gpu: GpuMemory,
     pub(super) rails: Vec<Arc<Port>>,
 }
 
@@ -152,9 +154,19 @@ impl Device {
             speed: 10_000,
             latency: 0.0,
             max_comms: 1,
-            ptr_support: 1,
+            gpu: GpuMemory::none("there is no device"),
             rails: Vec::new(),
         }
+    }
+
+    /// Kinds of memory that a connection of this device may use: bits NCCL_PTR_*.
+    pub fn ptr_support(&self) -> c_int {
+        self.gpu.ptr_support()
+    }
+
+    /// The same in words, with what opens the ways that are closed.
+    pub fn memory(&self) -> impl fmt::Display {
+        &self.gpu
     }
 }
 
@@ -313,7 +325,7 @@ fn look_at(
         Err(e) => return leave(name, e.to_string(), true),
     };
     // Made once a port is taken.
-    let mut parts: Option<(Arc<Registrar>, Arc<DeviceEvents>)> = None;
+    let mut parts: Option<(Arc<Registrar>, Arc<DeviceEvents>, GpuMemory)> = None;
     for num in 1..=attr.ports {
         let full = format!("{name}:{num}");
         seen.push((name.clone(), num));
@@ -360,7 +372,7 @@ fn look_at(
                     let relaxed = config.ib_pci_relaxed_ordering != 0 && library.has_relaxed_ordering();
                     let events = Arc::new(DeviceEvents::default());
                     watch_events(context, &events, config);
-                    parts = Some((Registrar::new(&pd, relaxed), events));
+                    parts = Some((Registrar::new(&pd, relaxed), events, GpuMemory::probe(&pd, config)));
                 }
                 Err(e) => {
                     leave(full, e.to_string(), true);
@@ -368,7 +380,7 @@ fn look_at(
                 }
             }
         }
-        let Some((registrar, events)) = &parts else { continue };
+        let Some((registrar, events, gpu)) = &parts else { continue };
         let speed = port_attr
             .speed_mbps
             .and_then(|s| u32::try_from(s).ok())
@@ -387,6 +399,7 @@ fn look_at(
                 gid: Mutex::new((0, gid)),
                 told: Mutex::default(),
                 registrar: Arc::clone(registrar),
+                gpu: gpu.clone(),
                 context: Arc::clone(context),
             }),
         });
@@ -440,8 +453,7 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
             speed: group.speed,
             latency: 0.0,
             max_comms: c_int::try_from(max_qp).unwrap_or(c_int::MAX).max(1),
-            // GPU memory comes with the staging and GPUDirect paths.
-            ptr_support: 1,
+            gpu: GpuMemory::common(members.iter().map(|m| &m.port.gpu)),
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),
         });
     }

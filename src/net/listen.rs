@@ -19,6 +19,7 @@ use super::comm::{Comm, RecvComm};
 use super::connect::{announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late};
 use super::device::{Device, Port};
 use super::endpoint::{Draft, Role};
+use super::gpu::GpuMemory;
 use super::hello::{Hello, kind};
 use super::{Code, NetError};
 
@@ -266,7 +267,9 @@ impl Ground {
         let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
         let mut loopbacks = Vec::new();
         let mut landing = None;
-        if config.force_flush {
+        // Where there is no GPU memory to be had, nothing needs a flush.
+        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu)).any();
+        if (gpu || config.force_flush) && !config.gdr_flush_disable {
             let page = pages(64)?;
             let mut mrs = Vec::with_capacity(ports.len());
             for (rail, port) in ports.iter().enumerate() {
@@ -309,7 +312,13 @@ fn finish(
         can_flush: landing.is_some(),
     });
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
-    Ok(Box::new(Comm::Recv(RecvComm { hot: UnsafeCell::new(receiver), base, _shadow: shadow, _landing: landing })))
+    Ok(Box::new(Comm::Recv(RecvComm {
+        hot: UnsafeCell::new(receiver),
+        base,
+        _shadow: shadow,
+        landing,
+        flush_all: config.force_flush,
+    })))
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ mod control;
 mod device;
 mod endpoint;
 mod events;
+mod gpu;
 mod hello;
 mod listen;
 #[cfg(test)]
@@ -123,6 +124,7 @@ impl Engine {
         }
         for (i, device) in found.devices.iter().enumerate() {
             tracing::info!(target: "init", "device {i}: {device}");
+            tracing::info!(target: "init", "device {i} takes {}", device.memory());
         }
         if found.devices.is_empty() {
             let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();

@@ -6,6 +6,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use super::*;
+use crate::memory::Memory;
 
 /// Nothing here takes so long unless it hangs.
 const LONG: Duration = Duration::from_secs(20);
@@ -170,7 +171,7 @@ fn a_sender_may_close_before_accept_has_finished() {
     let recv = until("accept", || engine.accept(&mut listener).expect("accept"));
     let data = [0u8; 8];
     // SAFETY: the array outlives the comm.
-    let mr = unsafe { recv.register(data.as_ptr() as u64, 8) }.expect("a registration");
+    let mr = unsafe { recv.register(data.as_ptr() as u64, 8, Memory::Host) }.expect("a registration");
     let mut buffers = Buffers::new();
     buffers.push(data.as_ptr() as u64, 8, 0, &mr);
     // SAFETY: one call at a time.

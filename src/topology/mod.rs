@@ -8,5 +8,6 @@ pub mod hca;
 pub mod ifaces;
 pub mod names;
 pub mod pci;
+pub mod peermem;
 pub mod port;
 pub mod rails;

@@ -5,6 +5,7 @@
 )]
 
 use std::ptr::NonNull;
+use std::time::{Duration, Instant};
 
 use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 
@@ -74,9 +75,14 @@ struct Request {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Flush {
+    keys: [Option<NonNull<Keys>>; MAX_GROUP],
+    /// Reads under way.
     left: u8,
     generation: u8,
 }
+
+/// Reads of the NIC's own GPU memory take microseconds.
+const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
 /// The receiving side: hands out credits and counts what arrives.
 #[derive(Debug)]
@@ -321,6 +327,12 @@ impl<P: Post> Receiver<P> {
                 let flush = &mut self.flushes[usize::from(id.request)];
                 if flush.generation == id.generation && flush.left > 0 {
                     flush.left -= 1;
+                    if flush.left == 0 {
+                        for keys in flush.keys.iter_mut().filter_map(Option::take) {
+                            // SAFETY: alive while the flush is open, by iflush's contract.
+                            unsafe { keys.as_ref() }.leave();
+                        }
+                    }
                 }
             }
             Kind::Data | Kind::Recv => {}
@@ -368,44 +380,70 @@ impl<P: Post> Receiver<P> {
         Ok(())
     }
 
-    /// Makes what arrived in `buffers` visible to the GPU, by a read on every rail. None: nothing needs
-    /// to be done.
+    /// Makes what arrived in `buffers` visible to the GPU, by a read on every rail (any may have brought a part). None:
+    /// nothing needs to be done.
     ///
     /// # Safety
-    /// The buffers are registered under their keys until the flush is done.
+    /// As [`Self::irecv`]; buffers whose keys say "flushed" are registered for remote reads.
     pub unsafe fn iflush(&mut self, buffers: &[Buffer]) -> Result<Option<u8>, Fault> {
-        if !self.can_flush || buffers.is_empty() {
+        debug_assert!(buffers.len() <= MAX_GROUP);
+        // SAFETY: alive by this function's contract.
+        let flushed = |buffer: &&Buffer| unsafe { buffer.keys.as_ref() }.flushed;
+        let count = buffers.iter().filter(flushed).count();
+        if !self.can_flush || count == 0 {
             return Ok(None);
         }
         if let Some(fault) = &self.fault {
             return Err((**fault).clone());
         }
-        // There is one for every receive that can be open and as many again; should NCCL pile up more, those outstanding
-        // finish in a moment, and NULL would tell it that the data are visible.
-        while self.flush_free_len == 0 || self.flush_out.iter().any(|&out| out as usize + buffers.len() > FLUSH_WRS) {
-            self.poll()?;
+        if self.flush_free_len == 0 {
+            // There is one for every receive that can be open and as many again. NULL would tell NCCL that the data are
+            // visible, and to wait would be in vain: only its own test frees a flush.
+            return Err(self.stop(Fault::Protocol(format!("NCCL has {FLUSHES} flushes open and wants another"))));
+        }
+        if !self.flush_room(count) {
+            self.await_flush_room(count)?;
         }
         self.flush_free_len -= 1;
         let index = self.flush_free[self.flush_free_len];
         let flush = &mut self.flushes[usize::from(index)];
         flush.generation = flush.generation.wrapping_add(1);
         let generation = flush.generation;
-        let mut left = 0u8;
-        for buffer in buffers {
-            for rail in 0..self.lanes.rails {
+        flush.left = (count * self.lanes.rails) as u8;
+        for (buffer, place) in buffers.iter().filter(flushed).zip(&mut flush.keys) {
+            // SAFETY: alive by this function's contract.
+            let keys = unsafe { buffer.keys.as_ref() };
+            keys.enter();
+            *place = Some(buffer.keys);
+            for (rail, out) in self.flush_out.iter_mut().enumerate().take(self.lanes.rails) {
                 let id = WrId { kind: Kind::Flush, qp: rail as u8, request: index, generation, count: 1 };
-                // SAFETY: alive by this function's contract.
-                let rkey = unsafe { buffer.keys.as_ref() }.rkeys[rail];
-                // SAFETY: as above.
-                if let Err(e) = unsafe { self.post.flush(rail, id.pack(), buffer.address, rkey) } {
+                // SAFETY: registered by this function's contract.
+                if let Err(e) = unsafe { self.post.flush(rail, id.pack(), buffer.address, keys.rkeys[rail]) } {
                     return Err(self.stop(Fault::Verb(e)));
                 }
-                self.flush_out[rail] += 1;
-                left += 1;
+                *out += 1;
             }
         }
-        self.flushes[usize::from(index)].left = left;
         Ok(Some(index))
+    }
+
+    /// Whether every loopback QP has room for so many reads.
+    fn flush_room(&self, count: usize) -> bool {
+        self.flush_out.iter().all(|&out| out as usize + count <= FLUSH_WRS)
+    }
+
+    /// Waits inside: NCCL takes a NULL request for "done", so there is no "again".
+    #[cold]
+    fn await_flush_room(&mut self, count: usize) -> Result<(), Fault> {
+        let begin = Instant::now();
+        while !self.flush_room(count) {
+            self.poll()?;
+            if begin.elapsed() > FLUSH_PATIENCE {
+                let text = format!("reads of GPU memory on the NIC itself (flushes) did not end in {FLUSH_PATIENCE:?}");
+                return Err(self.stop(Fault::Protocol(text)));
+            }
+        }
+        Ok(())
     }
 
     /// Whether a flush is done. Done frees it.

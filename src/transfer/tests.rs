@@ -151,7 +151,7 @@ fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
 }
 
 fn keys() -> Box<Keys> {
-    Box::new(Keys::new([1; MAX_RAILS], [2; MAX_RAILS]))
+    Box::new(Keys::new([1; MAX_RAILS], [2; MAX_RAILS], true))
 }
 
 fn byte(message: usize, offset: usize) -> u8 {
@@ -420,6 +420,35 @@ fn flushes_do_not_run_out() {
     for index in held {
         assert!(p.receiver.test_flush(index).expect("no fault"));
     }
+}
+
+#[test]
+fn a_flush_counts_as_a_use_of_the_memory_until_it_is_done() {
+    let mut p = pair(2, 1, 1, 1 << 14);
+    let (keys, not_flushed) = (keys(), Keys::new([1; MAX_RAILS], [2; MAX_RAILS], false));
+    let buffer = |keys| Buffer { address: 64, size: 0, tag: 0, keys: NonNull::from(keys) };
+    // SAFETY: nothing is read: the wire of the tests completes the flush at once.
+    let index = unsafe { p.receiver.iflush(&[buffer(&*keys), buffer(&not_flushed), buffer(&*keys)]) };
+    let index = index.expect("no fault").expect("a flush");
+    assert_eq!((keys.in_flight(), not_flushed.in_flight()), (2, 0));
+    assert!(p.receiver.test_flush(index).expect("no fault"));
+    assert_eq!(keys.in_flight(), 0);
+    // SAFETY: as above.
+    assert_eq!(unsafe { p.receiver.iflush(&[buffer(&not_flushed)]) }.expect("no fault"), None);
+}
+
+/// NULL would mean "done", and waiting would never end: only NCCL's own test frees a flush.
+#[test]
+fn more_flushes_than_there_can_be_is_an_error() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let b = Buffer { address: 64, size: 0, tag: 0, keys: NonNull::from(&*keys) };
+    for _ in 0..FLUSHES {
+        // SAFETY: as above.
+        unsafe { p.receiver.iflush(&[b]) }.expect("no fault").expect("a flush");
+    }
+    // SAFETY: as above.
+    assert!(unsafe { p.receiver.iflush(&[b]) }.is_err());
 }
 
 #[test]

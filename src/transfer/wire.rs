@@ -12,12 +12,14 @@ use super::MAX_RAILS;
 pub struct Keys {
     pub lkeys: [u32; MAX_RAILS],
     pub rkeys: [u32; MAX_RAILS],
+    /// Whether what arrives there is flushed: the registration then allows remote reads.
+    pub flushed: bool,
     flight: Flight,
 }
 
 impl Keys {
-    pub fn new(lkeys: [u32; MAX_RAILS], rkeys: [u32; MAX_RAILS]) -> Self {
-        Self { lkeys, rkeys, flight: Flight::default() }
+    pub fn new(lkeys: [u32; MAX_RAILS], rkeys: [u32; MAX_RAILS], flushed: bool) -> Self {
+        Self { lkeys, rkeys, flushed, flight: Flight::default() }
     }
 
     /// Requests that use the registration now.

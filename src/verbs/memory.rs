@@ -23,6 +23,8 @@ bitflags::bitflags! {
     }
 }
 
+const NO_DMABUF_VERB: &str = "this libibverbs has no such function; rdma-core 34 or newer does";
+
 /// A registered range of memory.
 pub struct Mr {
     raw: NonNull<ib::ibv_mr>,
@@ -74,13 +76,39 @@ impl Mr {
     ) -> Result<Self, VerbsError> {
         let name = pd.context.name();
         let Some(register) = pd.context.library.api.reg_dmabuf_mr else {
-            return Err(VerbsError::new("ibv_reg_dmabuf_mr", name, libc::EOPNOTSUPP)
-                .with("this libibverbs has no such function; rdma-core 34 or newer does"));
+            return Err(VerbsError::new("ibv_reg_dmabuf_mr", name, libc::EOPNOTSUPP).with(NO_DMABUF_VERB));
         };
         let bits = access.bits().cast_signed();
         // SAFETY: a live protection domain; the kernel holds the dma-buf while the region lives.
         let raw = unsafe { register(pd.raw(), offset, length, iova, fd.as_raw_fd() as c_int, bits) };
         Self::new(pd, raw, "ibv_reg_dmabuf_mr", iova, length)
+    }
+
+    /// Whether the device takes dma-bufs, by a call with a descriptor that can't be one: a device that does looks at it
+    /// first. The error of one that does not says why.
+    pub fn probe_dmabuf(pd: &Arc<Pd>) -> Result<(), VerbsError> {
+        let name = pd.context.name();
+        let Some(register) = pd.context.library.api.reg_dmabuf_mr else {
+            return Err(VerbsError::new("ibv_reg_dmabuf_mr", name, libc::EOPNOTSUPP).with(NO_DMABUF_VERB));
+        };
+        // The answer is in errno alone, so an older one must not stand in for it.
+        // SAFETY: errno is this thread's own.
+        let errno = unsafe { libc::__errno_location() };
+        // SAFETY: as above.
+        unsafe { errno.write(0) };
+        // SAFETY: a live protection domain; no memory is named.
+        let raw = unsafe { register(pd.raw(), 0, 0, 0, -1, 0) };
+        match NonNull::new(raw) {
+            // A region over nothing: taken, so given back.
+            Some(raw) => {
+                drop(Self { raw, pd: Arc::clone(pd) });
+                Ok(())
+            }
+            None => match VerbsError::last("ibv_reg_dmabuf_mr", name) {
+                e if e.errno == libc::EBADF => Ok(()),
+                e => Err(e),
+            },
+        }
     }
 
     fn new(

@@ -6,6 +6,8 @@ mod devices;
 #[cfg(test)]
 mod errors;
 #[cfg(test)]
+mod gpu;
+#[cfg(test)]
 mod leaks;
 #[cfg(test)]
 mod plugin;

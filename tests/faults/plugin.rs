@@ -3,6 +3,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_ulong, c_void};
 use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 use std::ptr;
@@ -17,6 +18,11 @@ use crate::rig::{PATIENCE, dist, until};
 
 pub(crate) type Comm = *mut c_void;
 pub(crate) type Handle = [u8; 128];
+
+/// NCCL_PTR_*.
+pub(crate) const HOST: c_int = 1;
+pub(crate) const CUDA: c_int = 2;
+pub(crate) const DMABUF: c_int = 4;
 
 /// What the plugin said, in order.
 static LINES: Mutex<Vec<(ncclDebugLogLevel, String)>> = Mutex::new(Vec::new());
@@ -87,6 +93,7 @@ pub(crate) struct Properties {
     pub(crate) name: String,
     pub(crate) speed: c_int,
     pub(crate) pci_path: Option<String>,
+    pub(crate) ptr_support: c_int,
 }
 
 /// The loaded plugin.
@@ -168,7 +175,8 @@ impl Plugin {
         let name = unsafe { CStr::from_ptr(raw.name) }.to_string_lossy().into_owned();
         // SAFETY: NULL, or a C string that outlives the call.
         let path = (!raw.pciPath.is_null()).then(|| unsafe { CStr::from_ptr(raw.pciPath) });
-        Properties { name, speed: raw.speed, pci_path: path.map(|p| p.to_string_lossy().into_owned()) }
+        let pci_path = path.map(|p| p.to_string_lossy().into_owned());
+        Properties { name, speed: raw.speed, pci_path, ptr_support: raw.ptrSupport }
     }
 
     /// Names of all devices, in order.
@@ -247,13 +255,51 @@ impl Plugin {
         self.set_up(from, to, PATIENCE).comms()
     }
 
+    /// As host memory.
     pub(crate) fn reg_mr(&self, comm: Comm, data: &[u8]) -> Result<Comm, ncclResult_t> {
+        self.reg_mr_as(comm, data, HOST)
+    }
+
+    pub(crate) fn reg_mr_as(&self, comm: Comm, data: &[u8], kind: c_int) -> Result<Comm, ncclResult_t> {
         let mut handle = ptr::null_mut();
         let at = data.as_ptr().cast_mut().cast();
         // SAFETY: an open comm, memory that the caller keeps until deregistration, one pointer to write.
-        ok(unsafe { self.table.regMr.unwrap()(comm, at, data.len(), 1, &raw mut handle) })?;
+        ok(unsafe { self.table.regMr.unwrap()(comm, at, data.len(), kind, &raw mut handle) })?;
         assert!(!handle.is_null());
         Ok(handle)
+    }
+
+    /// `data` is at `offset` of what the descriptor stands for.
+    pub(crate) fn reg_dma_buf(
+        &self,
+        comm: Comm,
+        data: &[u8],
+        offset: u64,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Comm, ncclResult_t> {
+        let mut handle = ptr::null_mut();
+        let (at, register) = (data.as_ptr().cast_mut().cast(), self.table.regMrDmaBuf.unwrap());
+        // SAFETY: an open comm and descriptor, one pointer to write.
+        ok(unsafe { register(comm, at, data.len(), CUDA, offset, fd.as_raw_fd(), &raw mut handle) })?;
+        assert!(!handle.is_null());
+        Ok(handle)
+    }
+
+    /// One call, after a receive of `size` bytes; None: nothing to wait for.
+    pub(crate) fn iflush(
+        &self,
+        comm: Comm,
+        data: &[u8],
+        size: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
+        // What it holds before the call must not matter.
+        let mut request = ptr::dangling_mut();
+        let (mut at, mut memory, mut size) = (data.as_ptr().cast_mut().cast(), memory, size);
+        let iflush = self.table.iflush.unwrap();
+        // SAFETY: registered memory that the caller keeps until the request is done; arrays of one.
+        ok(unsafe { iflush(comm, 1, &raw mut at, &raw mut size, &raw mut memory, &raw mut request) })?;
+        Ok((!request.is_null()).then_some(request))
     }
 
     pub(crate) fn dereg_mr(&self, comm: Comm, handle: Comm) {
