@@ -151,6 +151,8 @@ impl Setting {
         }
         if !self.is_builtin() {
             env.extend(plugin_env(&libraries.plugin, search)?);
+            // NCCL 2.28 unloads a plugin with its last communicator, forgets its name, and so cannot load it for the next.
+            env.push(("NCCL_NET_PLUGIN_REF_COUNT".to_owned(), "1".to_owned()));
         }
         Ok(env)
     }
@@ -272,6 +274,7 @@ mod tests {
         assert_eq!(env["NCCL_IBVERBS_LIB"], adapter.to_str().unwrap());
         assert_eq!((&*env["NCCL_NET"], &*env["NCCL_NET_PLUGIN"], &*env["NCCL_GIN_TYPE"]), ("IB", "none", "2"));
         let ours = environment(&setting("RDMA", GpuPath::Host), Some(adapter)).unwrap();
+        assert_eq!(ours["NCCL_NET_PLUGIN_REF_COUNT"], "1", "a second communicator of a process needs it");
         assert!(!ours.contains_key("NCCL_GIN_TYPE") && ours["NCCL_NET_PLUGIN"] == "libnccl-net-rdma.so");
         assert!(environment(&ib, Some("libibverbs.so.1".into())).unwrap_err().to_string().contains("absolute"));
     }
