@@ -1,9 +1,9 @@
 //! The registration cache of a protection domain.
 //!
-//! A registration costs 50–100 µs and NCCL registers one pool once per connection, so ranges are shared: keyed by pages and
-//! kind of memory and access rights, counted, gone with the last use. What is registered is the page-rounded range that the key names, so two
-//! buffers in one page can never get each other's bounds. A dma-buf is registered anew each time: its descriptor says
-//! nothing about what memory it stands for.
+//! A registration costs 50–100 µs and NCCL registers one pool once per connection, so ranges are shared: keyed by pages,
+//! kind of memory and access rights, counted, gone with the last use. What is registered is the page-rounded range that the
+//! key names, so two buffers in one page can never get each other's bounds. A dma-buf is registered anew each time: its
+//! descriptor says nothing about what memory it stands for.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub enum Memory {
     Gpu,
 }
 
-/// Bytes of GPU memory that the process has registered, on all devices together: all of it must fit the GPU's BAR1.
+/// Bytes of GPU memory that the process has registered: each range once for each NIC, a dma-buf for each connection.
 static GPU_BYTES: AtomicU64 = AtomicU64::new(0);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -214,21 +214,28 @@ fn explain(e: VerbsError, memory: Memory) -> VerbsError {
 #[cold]
 fn explain_dmabuf(e: VerbsError, offset: u64, address: u64) -> VerbsError {
     match e.errno {
-        libc::EINVAL if offset % GRANULE != address % GRANULE => {
+        libc::EINVAL if offset % page_size() != address % page_size() => {
             e.with("offset and address must lie at the same place in a page")
         }
         libc::EINVAL => e.with("the dma-buf is shorter than that, or the device can't reach the GPU"),
         libc::EBADF => e.with("the descriptor is closed or no dma-buf"),
-        libc::EOPNOTSUPP => e.with("the device can't take this dma-buf; NCCL_DMABUF_ENABLE=0 does without"),
+        libc::EOPNOTSUPP => e.with("the device can't take this dma-buf"),
         libc::ENOMEM => bar1(e),
         _ => e,
     }
+    .with("NCCL_DMABUF_ENABLE=0 goes by nvidia_peermem where that is open, else through host memory")
+}
+
+fn page_size() -> u64 {
+    // SAFETY: sysconf has no preconditions.
+    u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(GRANULE)
 }
 
 fn bar1(e: VerbsError) -> VerbsError {
     let bytes = GPU_BYTES.load(Ordering::Relaxed);
     e.with(format_args!(
-        "{bytes} bytes of GPU memory are registered already, and all must fit the GPU's BAR1 (nvidia-smi -q -d MEMORY)"
+        "all registered GPU memory must fit the GPU's BAR1 (nvidia-smi -q -d MEMORY); this process has registered {bytes} \
+         bytes, counted once for each NIC and, with dma-buf, each connection"
     ))
 }
 

@@ -83,7 +83,7 @@ unsafe impl Send for Comm {}
 #[derive(Debug)]
 pub struct MrHandle {
     /// By rail; dropped with the handle.
-    _registrations: Vec<Registration>,
+    registrations: Vec<Registration>,
     keys: Keys,
 }
 
@@ -196,12 +196,18 @@ impl Base {
                 let own = operation.starts_with("flush");
                 let direction = if own { "received from" } else { "to" };
                 let peer_now = match (own, self.alert.has_closed()) {
-                    (true, _) => "is not involved, the NIC reads from itself: what follows is about this host",
+                    (true, _) => "not involved, this is the receiving host's own NIC reading from its GPU",
                     (false, true) => "had closed",
                     (false, false) => "process alive, TCP connected",
                 };
+                let hint = if own {
+                    "on the receiving host look at ACS, the IOMMU and the GPU's BAR1, and whether the buffer was deregistered; \
+                     NCCL_GDR_FLUSH_DISABLE=1 rules the flush out"
+                } else {
+                    failure.hint()
+                };
                 NetError::new(
-                    Code::Remote,
+                    if own { Code::System } else { Code::Remote },
                     format!(
                         "{operation} of {bytes} bytes {direction} peer {} failed{patience}: {} (status {}, vendor error {} = {:#x}) on \
                          {route}; peer {peer_now}; {}",
@@ -210,7 +216,7 @@ impl Base {
                         failure.status,
                         failure.vendor_err,
                         failure.vendor_err,
-                        failure.hint(),
+                        hint,
                     ),
                 )
             }
@@ -241,13 +247,14 @@ impl Base {
         let mut registrations = Vec::with_capacity(self.ports.len());
         let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
         for (rail, port) in self.ports.iter().enumerate() {
-            // What was registered on the rails before it goes with the list.
-            let registration = one(port).map_err(NetError::printed)?;
+            // What was registered on the rails before it goes with the list. NCCL tries again with every user buffer on every
+            // connection: the same refusal is told once.
+            let registration = one(port).inspect_err(|e| port.warn_once(e.text.clone()))?;
             lkeys[rail] = registration.lkey();
             rkeys[rail] = registration.rkey();
             registrations.push(registration);
         }
-        Ok(Box::new(MrHandle { _registrations: registrations, keys: Keys::new(lkeys, rkeys, flushed) }))
+        Ok(Box::new(MrHandle { registrations, keys: Keys::new(lkeys, rkeys, flushed) }))
     }
 
     /// The end of a connection: last word, fence, and the control channel closes.
@@ -337,7 +344,7 @@ impl Comm {
 
     /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
     /// nothing lands in memory that NCCL is about to free.
-    pub fn deregister(&self, handle: Box<MrHandle>) {
+    pub fn deregister(&self, mut handle: Box<MrHandle>) {
         if handle.keys.in_flight() > 0 {
             let base = self.base();
             let aborted = NetError::new(
@@ -349,7 +356,9 @@ impl Comm {
                 base.control.send(kind::FAILED, b"aborted by the application");
             }
             base.fence();
-            // The data path may still hold a pointer to the keys; the memory region itself goes with the last user.
+            // The memory region goes now: NCCL frees the memory, and what is at its addresses next must not find it in the
+            // cache. Only the keys stay, to which the data path may still hold a pointer.
+            handle.registrations.clear();
             base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
         }
     }
@@ -621,7 +630,10 @@ mod tests {
         let (send, recv) = connection(&engine);
         let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
         let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        let live = || recv.base().ports[0].registrar.stats().live;
+        let before = live();
         recv.deregister(recv_mr);
+        assert_eq!(live(), before - 1, "the next owner of these addresses must not find the old registration");
         assert!(test(receive).is_err());
         until("the sender's error", || isend(&send, &from, &send_mr).err());
         assert_eq!(to, [0; 8]);

@@ -289,7 +289,7 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
             .join("/");
         tracing::info!(
             target: "init",
-            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, data path {}; {}",
+            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, takes {}; {}",
             peer.who,
             lanes.rails,
             lanes.qps,

@@ -164,6 +164,11 @@ impl Device {
         self.gpu.ptr_support()
     }
 
+    /// GPU data go through host memory although a peer memory driver is there.
+    pub(super) fn stages_by_surprise(&self, config: &Config) -> bool {
+        self.gpu.is_a_surprise(config)
+    }
+
     /// The same in words, with what opens the ways that are closed.
     pub fn memory(&self) -> impl fmt::Display {
         &self.gpu

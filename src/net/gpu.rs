@@ -39,6 +39,12 @@ impl GpuMemory {
             .unwrap_or_else(|| Self::none("there is no device"))
     }
 
+    /// A peer memory driver is there, yet every byte goes through host memory: someone expects otherwise.
+    pub(super) fn is_a_surprise(&self, config: &Config) -> bool {
+        let loaded = peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
+        !self.any() && loaded && config.peermem == PeerMemory::Auto
+    }
+
     pub(super) fn any(&self) -> bool {
         self.peermem.is_ok() || self.dmabuf.is_ok()
     }
@@ -80,10 +86,10 @@ fn peer_memory(config: &Config) -> Way {
     match (config.peermem, peermem::find(&config.sysroot)) {
         (PeerMemory::On, _) | (PeerMemory::Auto, PeerDriver::Registered) => Ok(()),
         (PeerMemory::Off, _) => Err("NCCL_NET_RDMA_PEERMEM=off".to_owned()),
-        (PeerMemory::Auto, PeerDriver::NotRegistered) => Err("the module is loaded, not registered with the RDMA \
-             stack (/sys/kernel/mm/memory_peers has no nv_mem): it was built for another one, so install the GPU driver \
-             after the RDMA stack and load it anew; where that folder is only hidden from this container, \
-             NCCL_NET_RDMA_PEERMEM=on"
+        (PeerMemory::Auto, PeerDriver::NotRegistered) => Err("the module is loaded, but nothing shows that the \
+             RDMA stack knows it (/sys/kernel/mm/memory_peers has no nv_mem). If it was built for another stack, install the \
+             GPU driver after the RDMA stack and load it anew; if the kernel keeps no such folder (newer ones don't) or a \
+             container hides it, NCCL_NET_RDMA_PEERMEM=on"
             .to_owned()),
         (PeerMemory::Auto, PeerDriver::Absent) => {
             Err("the module is not loaded (modprobe nvidia_peermem)".to_owned())
@@ -92,7 +98,7 @@ fn peer_memory(config: &Config) -> Way {
 }
 
 fn no_dmabuf(why: &str) -> String {
-    format!("not supported: {why}; it takes Linux 5.12, a NIC driver that can, and NVIDIA's open kernel modules")
+    format!("not supported: {why}; it takes Linux 5.12 and a NIC driver that can, and then NVIDIA's open kernel modules")
 }
 
 #[cfg(test)]

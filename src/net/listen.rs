@@ -274,7 +274,11 @@ impl Ground {
             let mut mrs = Vec::with_capacity(ports.len());
             for (rail, port) in ports.iter().enumerate() {
                 let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
-                loopbacks.push(Some((draft.loopback(rail, config)?, page.address(), mr.lkey())));
+                let qp = draft.loopback(rail, config).map_err(|e| {
+                    let without = "QP for flushes of GPU memory (NCCL_GDR_FLUSH_DISABLE=1 does without)";
+                    NetError::new(e.code, format!("{without}: {}", e.text))
+                })?;
+                loopbacks.push(Some((qp, page.address(), mr.lkey())));
                 mrs.push(mr);
             }
             landing = Some((mrs, page));

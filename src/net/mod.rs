@@ -124,7 +124,11 @@ impl Engine {
         }
         for (i, device) in found.devices.iter().enumerate() {
             tracing::info!(target: "init", "device {i}: {device}");
-            tracing::info!(target: "init", "device {i} takes {}", device.memory());
+            if device.stages_by_surprise(&config) {
+                tracing::warn!(target: "init", "device {i} takes {}", device.memory());
+            } else {
+                tracing::info!(target: "init", "device {i} takes {}", device.memory());
+            }
         }
         if found.devices.is_empty() {
             let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();

@@ -439,7 +439,11 @@ impl<P: Post> Receiver<P> {
         while !self.flush_room(count) {
             self.poll()?;
             if begin.elapsed() > FLUSH_PATIENCE {
-                let text = format!("reads of GPU memory on the NIC itself (flushes) did not end in {FLUSH_PATIENCE:?}");
+                let stuck: Vec<_> = (0..self.lanes.rails).filter(|&rail| self.flush_out[rail] > 0).collect();
+                let text = format!(
+                    "reads of GPU memory on the NIC itself (flushes) did not end in {FLUSH_PATIENCE:?} on rail {stuck:?}; \
+                     NCCL_GDR_FLUSH_DISABLE=1 does without"
+                );
                 return Err(self.stop(Fault::Protocol(text)));
             }
         }
