@@ -68,6 +68,8 @@ pub(crate) struct Links {
     tcp: Option<Tcp>,
     outgoing: Vec<Link>,
     incoming: Vec<Link>,
+    /// Slots whose process is found gone, or another one.
+    departed: Vec<u32>,
 }
 
 impl Links {
@@ -80,6 +82,7 @@ impl Links {
             tcp: None,
             outgoing: Vec::new(),
             incoming: Vec::new(),
+            departed: Vec::new(),
         };
         if !adapter.is_threaded() {
             return Ok(links);
@@ -184,6 +187,7 @@ impl Links {
     fn forget(&mut self, peer: Peer) {
         self.outgoing.retain(|link| link.peer != peer);
         if let (Peer::Slot(slot), Some(registry)) = (peer, &self.registry) {
+            self.departed.push(slot);
             registry.close_ring(slot);
         }
     }
@@ -213,12 +217,30 @@ impl Links {
         if new.is_empty() {
             return false;
         }
-        self.incoming.retain(|link| link.ring.has_input() || link.end.is_alive());
+        let departed = &mut self.departed;
+        let mut keep = |link: &Link, keep: bool| {
+            if let (false, Peer::Slot(slot)) = (keep, link.peer) {
+                departed.push(slot);
+            }
+            keep
+        };
+        self.incoming.retain(|link| keep(link, link.ring.has_input() || link.end.is_alive()));
         for link in new {
-            self.incoming.retain(|old| old.peer != link.peer);
+            self.incoming.retain(|old| keep(old, old.peer != link.peer));
             self.incoming.push(link);
         }
         true
+    }
+
+    /// Slots whose process was found gone since the last call.
+    pub(crate) fn departed(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.departed)
+    }
+
+    /// Has the process in a slot yet to read what was sent to it?
+    pub(crate) fn owes(&self, slot: u32) -> bool {
+        let link = self.outgoing.iter().find(|link| link.peer == Peer::Slot(slot));
+        link.is_some_and(|link| !link.ring.is_drained() && link.end.is_alive())
     }
 
     pub(crate) fn inbound(&self) -> usize {

@@ -174,6 +174,8 @@ pub(crate) struct Conn {
     /// Copies under way that this queue pair waits for, and the last of them.
     landing: u32,
     last_ticket: Option<Ticket>,
+    /// The peer was sent references that it has not acknowledged: it may still read the memory.
+    lent: bool,
 }
 
 impl Conn {
@@ -202,6 +204,7 @@ impl Conn {
             active: false,
             landing: 0,
             last_ticket: None,
+            lent: false,
         }
     }
 
@@ -228,8 +231,13 @@ impl Conn {
         (self.retries, self.rnr_retries) = (self.attr.retry_cnt, self.attr.rnr_retry);
     }
 
-    /// Queues an acknowledgement; one for a later message stands for those before it.
+    /// Queues an acknowledgement; one for a later message stands for those before it. Of those that ask for bytes in place
+    /// of references one is enough.
     fn reply(&mut self, kind: Kind, syndrome: u8, psn: u32) {
+        let is_asked = |reply: &Reply| matches!(reply, Reply::Frame { kind: Kind::NoReference, syndrome: queued, .. } if *queued == syndrome);
+        if kind == Kind::NoReference && self.replies.iter().any(is_asked) {
+            return;
+        }
         if kind == Kind::Ack
             && let Some(Reply::Frame { kind: Kind::Ack, psn: last, .. }) = self.replies.back_mut()
         {
@@ -254,6 +262,8 @@ pub(crate) struct World {
     pub(crate) gpu: Gpus,
     /// Processes that are still to be told that a share is gone.
     forgotten: Vec<(u32, u32)>,
+    /// Processes that may still read memory which this one has asked back.
+    awaited: Vec<u32>,
     pub(crate) links: Links,
 }
 
@@ -271,6 +281,7 @@ impl World {
             landings: VecDeque::new(),
             gpu: Gpus::default(),
             forgotten: Vec::new(),
+            awaited: Vec::new(),
             links,
         }
     }
@@ -295,6 +306,7 @@ impl World {
 
     pub(crate) fn remove(&mut self, index: u32) {
         self.settle_for(index);
+        self.ask_back(index);
         // What it owes has been earned: the peer's last request must not look lost.
         self.send_replies(index);
         if let Some(conn) = self.conns.get_mut(index as usize).and_then(Option::take) {
@@ -320,6 +332,7 @@ impl World {
     pub(crate) fn enter(&mut self, index: u32, to: State, attr: Attr) {
         if matches!(to, State::Reset | State::Err) {
             self.settle_for(index);
+            self.ask_back(index);
         }
         let peer = (to == State::Rtr).then(|| self.links.locate(&attr.address, attr.dest));
         let Some(conn) = self.conn_mut(index) else { return };
@@ -355,6 +368,29 @@ impl World {
                 conn.qp.set_state(to);
             }
         }
+    }
+
+    /// What was lent to the peer of a queue pair by reference goes back to the program.
+    fn ask_back(&mut self, index: u32) {
+        if let Some(conn) = self.conn_mut(index)
+            && std::mem::take(&mut conn.lent)
+            && conn.una != conn.next
+            && let Some(Peer::Slot(slot)) = conn.peer
+        {
+            // No share has this number: the peer finishes what it copies, and forgets nothing.
+            self.forgotten.push((slot, 0));
+            self.awaited.push(slot);
+            self.tell_forgotten();
+        }
+    }
+
+    /// Who may still read memory that was asked back. To be waited for without the lock.
+    pub(crate) fn awaited(&mut self) -> Vec<u32> {
+        std::mem::take(&mut self.awaited)
+    }
+
+    pub(crate) fn owes(&self, slot: u32) -> bool {
+        self.links.owes(slot) || self.forgotten.iter().any(|&(to, _)| to == slot)
     }
 
     // ---- scheduling ----
@@ -447,6 +483,11 @@ impl World {
     fn timed_out(&mut self, index: u32, now: Instant) {
         let Some(conn) = self.conn_mut(index) else { return };
         if conn.qp.state() != State::Rts || (conn.una == conn.next && !conn.lost) {
+            return;
+        }
+        if conn.landing > 0 {
+            // The answer is here, its bytes are on their way.
+            self.set_deadline(index, now);
             return;
         }
         // On a wire the packets would have arrived by now. Here a live peer has merely not been given a core yet.
@@ -759,6 +800,9 @@ impl World {
         {
             *room = reference.encode();
             frame.by_reference = true;
+            if let Some(conn) = self.conn_mut(frame.src & crate::qp::INDEX_MASK) {
+                conn.lent = true;
+            }
             return Some(Pieces::one(room.as_mut_ptr(), REFERENCE));
         }
         self.gpu.stage(source)
@@ -831,7 +875,8 @@ impl World {
                 complete = true;
             }
             if let Some(landing) = &mut landing {
-                (landing.requester, landing.sent) = (Some(qp.num), complete);
+                let at = conn.next.wrapping_sub(u32::from(complete));
+                (landing.requester, landing.sent) = (Some(qp.num), complete.then_some(at));
             }
         }
         match landing {
@@ -918,11 +963,12 @@ impl World {
             return if conn.landing > 0 { Verdict::Busy } else { Verdict::NotReady(code) };
         }
         let mut verdict = match op {
+            // What was written before is there when it is read.
+            Op::Read if frame.offset == 0 && conn.landing > 0 => Verdict::Busy,
             Op::Read if from == Peer::Local => match self.read(&qp, frame) {
                 Verdict::Data(remote) => self.take(&qp, frame, &remote, data),
                 refused => refused,
             },
-            Op::Read if conn.landing > 0 => Verdict::Busy,
             Op::Read => self.read(&qp, frame),
             Op::Write | Op::WriteImm => self.write(&qp, frame, data),
             Op::Send | Op::SendImm => self.scatter(&qp, frame, data),
@@ -1031,6 +1077,10 @@ impl World {
     /// Works off some frames of every inbound link.
     fn receive_some(&mut self) -> bool {
         let mut busy = self.links.accept();
+        for slot in self.links.departed() {
+            self.settle();
+            self.gpu.forget_owner(slot);
+        }
         for link in 0..self.links.inbound() {
             for _ in 0..16 {
                 let Some((peer, frame, data)) = self.links.receive(link) else { break };
@@ -1059,6 +1109,7 @@ impl World {
         let data = if frame.by_reference {
             let Some(pieces) = self.resolve(peer, frame, data) else {
                 let response = u8::from(frame.kind == Kind::ReadResponse);
+                self.settle_for(index);
                 let conn = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst && conn.peer == Some(peer));
                 if let Some(conn) = conn {
                     conn.reply(Kind::NoReference, response, frame.psn);
@@ -1078,6 +1129,7 @@ impl World {
             Kind::Ack | Kind::Nak | Kind::Rnr | Kind::ReadResponse => return self.answer(peer, frame, data),
             Kind::NoReference => {
                 self.links.refuses_references(peer);
+                self.settle_for(index);
                 let conn = self.conn_mut(index).filter(|conn| conn.qp.num == frame.dst && conn.peer == Some(peer));
                 if let Some(conn) = conn.filter(|conn| frame.syndrome == 0 && conn.in_flight(frame.psn).is_some()) {
                     conn.rewind();
@@ -1120,12 +1172,30 @@ impl World {
         if self.adapter.faults.verb("gpu_import").is_some() {
             return None;
         }
-        let gpu = match frame.kind {
-            Kind::Write | Kind::WriteImm => self.adapter.regions.mem(frame.rkey).gpu(),
-            _ => None,
-        };
+        let gpu = self.target_gpu(frame);
         let owner = self.links.process(slot);
         self.gpu.resolve(slot, owner, gpu, &Reference::decode(&bytes), frame.len)
+    }
+
+    /// The GPU on which a frame's bytes belong, as far as it has a target on one.
+    fn target_gpu(&self, frame: &Frame) -> Option<u8> {
+        let regions = &self.adapter.regions;
+        let first = |sges: &[Sge]| regions.mem(sges.iter().find(|sge| sge.len > 0)?.lkey).gpu();
+        let conn = self.conn(frame.dst & crate::qp::INDEX_MASK).filter(|conn| conn.qp.num == frame.dst)?;
+        match frame.kind {
+            Kind::Write | Kind::WriteImm => regions.mem(frame.rkey).gpu(),
+            Kind::Send | Kind::SendImm if conn.qp.receives_left() > 0 => {
+                // SAFETY: a receive request is left.
+                let wqe: &RecvWqe = unsafe { conn.qp.rq.get(conn.qp.rq_next.load(Relaxed)) };
+                first(&wqe.sges[..wqe.sge_count])
+            }
+            Kind::ReadResponse => {
+                // SAFETY: in flight.
+                let wqe = unsafe { conn.qp.sq.get(conn.in_flight(frame.psn)?) };
+                first(&wqe.sges[..wqe.sge_count])
+            }
+            _ => None,
+        }
     }
 
     /// Takes a region out of the table; nothing is under way to or from it then.
@@ -1136,6 +1206,7 @@ impl World {
             for slot in self.gpu.leave(mem) {
                 if let Mem::Gpu { share, .. } = mem {
                     self.forgotten.push((slot, share));
+                    self.awaited.push(slot);
                 }
             }
         }
@@ -1279,7 +1350,7 @@ impl World {
                     Copied::Now => {}
                     Copied::Later(ticket, unload) => {
                         let mut landing = Landing::new(ticket, unload);
-                        (landing.requester, landing.sent) = (Some(qp.num), is_last);
+                        (landing.requester, landing.sent) = (Some(qp.num), is_last.then_some(at));
                         self.queue(landing);
                         if let Some(conn) = self.conn_mut(index) {
                             conn.read_offset += len;
@@ -1304,13 +1375,14 @@ impl World {
         }
         // Progress: the clock starts anew, or stops.
         let Some(conn) = self.conn_mut(index) else { return true };
-        if conn.una == conn.next && conn.offset == 0 {
-            conn.deadline = None;
-            if qp.sq.head() != conn.next {
-                self.activate(index); // a fence, a READ too many or a refusal waited for this
-            }
+        let (all, part) = (conn.una == conn.next, conn.offset > 0);
+        if all && !part {
+            (conn.deadline, conn.lent) = (None, false);
         } else {
             self.set_deadline(index, now);
+        }
+        if all && self.conn(index).is_some_and(|conn| qp.sq.head() != conn.next) {
+            self.activate(index); // a fence, a READ too many or a refusal waited for this
         }
         true
     }

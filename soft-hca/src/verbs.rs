@@ -19,6 +19,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::time::{Duration, Instant};
 
 #[repr(C)]
 struct Context {
@@ -77,6 +78,15 @@ impl Context {
 
     fn world(&self) -> std::sync::MutexGuard<'_, World> {
         self.running.engine.lock()
+    }
+
+    /// Waits until no other process reads memory that this one has asked back, though not for one that is stuck.
+    fn await_readers(&self) {
+        let slots = self.world().awaited();
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while slots.iter().any(|&slot| self.world().owes(slot)) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(20));
+        }
     }
 }
 
@@ -608,7 +618,10 @@ fn gpu_of(described: &Device, source: &Source, addr: usize, len: usize) -> Resul
     let (start, bytes) = (addr as u64, len as u64);
     match *source {
         Source::Address => match gpu::locate(start) {
-            Some(gpu) if described.gpu_peermem => Ok(Some(gpu)),
+            // All of it, as far as its last page: programs round up to pages of the CPU.
+            Some(gpu) if described.gpu_peermem && gpu::locate(gpu::last_page(start, bytes)) == Some(gpu) => {
+                Ok(Some(gpu))
+            }
             // As the kernel finds it without nvidia-peermem: no pages of this process.
             Some(_) => Err(libc::EFAULT),
             None if is_mapped(addr, len) => Ok(None),
@@ -758,6 +771,7 @@ pub unsafe extern "C" fn dereg_mr(mr: *mut ffi::ibv_mr) -> c_int {
         let context: &Context = unsafe { object(mr.ibv.context)? };
         ordered(context.adapter, "dereg_mr")?;
         context.world().deregister(mr.ibv.lkey);
+        context.await_readers();
         context.adapter.unpin(context.device, mr.pinned);
         // SAFETY: its PD outlives it.
         unsafe { object::<Pd>(mr.ibv.pd)? }.users.fetch_sub(1, Ordering::Relaxed);
@@ -948,6 +962,7 @@ pub unsafe extern "C" fn modify_qp(qp: *mut ffi::ibv_qp, attr: *mut ffi::ibv_qp_
         let (to, next) = qp::modify(core.state(), &before, attr, mask.cast_unsigned(), &ports)?;
         world.enter(core.index, to, next);
         drop(world);
+        context.await_readers();
         // SAFETY: the caller modifies a queue pair from one thread at a time, as with any provider.
         unsafe { (*qp).state = to as u32 };
         if context.adapter.is_threaded() {
@@ -1034,6 +1049,7 @@ pub unsafe extern "C" fn destroy_qp(qp: *mut ffi::ibv_qp) -> c_int {
             world.remove(core.index);
             table::leave(core);
         }
+        context.await_readers();
         let at = qp.addr();
         context.events.withdraw(|event| event.element == at);
         for cq in [object_ref.ibv.send_cq, object_ref.ibv.recv_cq] {

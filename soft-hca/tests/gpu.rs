@@ -100,6 +100,23 @@ mod tests {
     }
 
     #[test]
+    fn what_was_written_is_there_when_it_is_read() {
+        let nic = nic();
+        let (a, _b) = pair(&nic);
+        let (mut from, mut to) = (Buffer::new(&nic, 1 << 16), Buffer::new(&nic, 1 << 16));
+        let mut host = vec![0u8; 4096];
+        let host_mr = nic.mr(&mut host, RIGHTS);
+        for round in 0..50u8 {
+            from.bytes()[..4096].fill(round);
+            // Into host memory, which the CPU fills once the GPU has read its own; then that, into GPU memory, by a READ.
+            a.write(1, &[from.sge(0, 4096)], addr(&host), rkey(host_mr), None);
+            assert_eq!(a.send(wr(2, 4, &[to.sge(0, 4096)], addr(&host), rkey(host_mr), 0)), 0);
+            assert!(a.wait(2).iter().all(|wc| wc.status == 0));
+            assert!(to.bytes()[..4096].iter().all(|&byte| byte == round), "round {round}");
+        }
+    }
+
+    #[test]
     fn nothing_lands_after_deregistration_or_reset() {
         let nic = nic();
         for how in 0..3 {

@@ -31,6 +31,13 @@ pub(crate) struct Unload {
     target: Option<(*mut u8, usize)>,
 }
 
+impl Unload {
+    /// Are bytes yet to be brought to their place?
+    pub(crate) fn is_delivery(&self) -> bool {
+        self.target.is_some()
+    }
+}
+
 // SAFETY: the target is checked memory; who holds the engine's lock uses it.
 unsafe impl Send for Unload {}
 
@@ -80,7 +87,7 @@ impl Copier {
     }
 
     pub(super) fn is_sound(&self) -> bool {
-        !self.failed && self.filling.is_empty() && self.device.done() == self.started
+        !self.failed && self.filling.is_empty() && self.device.check().is_ok() && self.device.done() == self.started
     }
 
     fn chunk(&self, index: usize) -> *mut u8 {
@@ -126,8 +133,11 @@ impl Copier {
     }
 
     pub(super) fn submit(&mut self) {
+        if self.filling.is_empty() {
+            return;
+        }
         let under_way = self.started - self.device.done().min(self.started);
-        if !self.filling.is_empty() && under_way < DEPTH && self.device.accepts(&self.filling) {
+        if under_way < DEPTH && self.device.accepts(&self.filling) {
             self.launch();
         }
     }
@@ -150,6 +160,8 @@ impl Copier {
     fn fail(&mut self, error: &str) {
         if !self.failed {
             eprintln!("soft-hca: GPU {}: {error}; nothing more goes to or from its memory", self.gpu);
+            // What has not begun must not begin later, when its memory is somebody else's.
+            self.device.abandon();
         }
         self.failed = true;
     }
@@ -197,6 +209,9 @@ impl Copier {
 
     pub(super) fn stage(&mut self, source: &Pieces) -> Option<Pieces> {
         let at = self.chunk(CHUNKS - 1);
+        if source.iter().any(|(_, _, mem)| mem.gpu().is_some_and(|gpu| gpu != self.gpu)) {
+            return None; // this GPU may not reach that one
+        }
         let mut target = Pieces::none();
         target.add_in(Mem::Gpu { gpu: self.gpu, share: 0 }, at, SEGMENT);
         let mut len = 0;

@@ -36,6 +36,8 @@ struct Batch {
     // Host memory: the ticket of the last batch that is done, and the last ticket of a kernel that has ended.
     u64 done;
     u64 left;
+    // Host memory: not 0 if nothing may be copied any more.
+    u64 abandoned;
     // Host memory: PLACES mails, the batch with ticket t in place t % PLACES.
     u64 mails;
     // Device memory: blocks of this batch that are done.
@@ -213,7 +215,11 @@ extern "C" __attribute__((global)) void soft_hca_copy(const Batch batch) {
     const u32 block = __nvvm_read_ptx_sreg_ctaid_x();
     const u32 blocks = __nvvm_read_ptx_sreg_nctaid_x();
     const u64 born = nanoseconds();
-    if (thread == 0) count = batch.count;
+    if (thread == 0) {
+        u64 abandoned;
+        asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(abandoned) : "l"(batch.abandoned) : "memory");
+        count = abandoned ? END : batch.count;
+    }
     if (thread < batch.count) {
         // Word by word: as a whole the parameter would be copied to the stack first.
         items[thread].dst = batch.items[thread].dst;
@@ -221,6 +227,7 @@ extern "C" __attribute__((global)) void soft_hca_copy(const Batch batch) {
         items[thread].len = batch.items[thread].len;
     }
     __syncthreads();
+    if (count == END) return;
     copy_items(thread, block, blocks);
     __syncthreads();
     if (thread == 0) {

@@ -29,6 +29,7 @@ struct Batch {
     ticket: u64,
     done: u64,
     left: u64,
+    abandoned: u64,
     mails: u64,
     blocks_done: u64,
     count: u32,
@@ -43,9 +44,11 @@ const END: u32 = u32::MAX;
 const MAILS: usize = POOL;
 const DONE: usize = MAILS + 4 * ITEMS * size_of::<Mail>();
 const LEFT: usize = DONE + 128;
-const PINNED: usize = LEFT + 128;
+/// A word that the kernel reads: not 0 if it is to end at once.
+const ABANDONED: usize = LEFT + 128;
+const PINNED: usize = ABANDONED + 128;
 
-const _: () = assert!(ITEMS == 64 && size_of::<Batch>() == 1584 && size_of::<Item>() == 24 && PLACES == 4);
+const _: () = assert!(ITEMS == 64 && size_of::<Batch>() == 1592 && size_of::<Item>() == 24 && PLACES == 4);
 
 fn check(call: &str, result: CUresult) -> Result<(), String> {
     if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{call}: {result:?}")) }
@@ -240,6 +243,7 @@ impl Device {
             ticket,
             done: at(DONE),
             left: at(LEFT),
+            abandoned: at(ABANDONED),
             mails: at(MAILS),
             blocks_done: self.blocks_done,
             count: u32::try_from(items.len()).unwrap_or(0),
@@ -312,6 +316,10 @@ impl super::Device for Device {
             CUresult::CUDA_ERROR_NOT_READY => Ok(()),
             result => check("cuStreamQuery", result),
         }
+    }
+
+    fn abandon(&self) {
+        self.word(ABANDONED).store(1, Ordering::SeqCst);
     }
 
     fn pool(&self) -> *mut u8 {

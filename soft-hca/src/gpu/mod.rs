@@ -65,6 +65,8 @@ pub(crate) trait Device: Send {
     }
     /// An error that keeps batches from ever being done.
     fn check(&self) -> Result<(), String>;
+    /// Nothing that has not begun is to begin any more.
+    fn abandon(&self) {}
     /// Host memory that the GPU reaches, of `copier::POOL` bytes.
     fn pool(&self) -> *mut u8;
     /// What another process needs to reach the allocation around a range, if it lies in one and may be given away.
@@ -93,6 +95,12 @@ pub(crate) fn locate(addr: u64) -> Option<u8> {
     cuda::locate(addr).and_then(|ordinal| u8::try_from(ordinal).ok()).filter(|&gpu| gpu < MODEL)
 }
 
+/// The GPU's page with the last byte of a range, or the range's start if that is in the same page.
+pub(crate) fn last_page(start: u64, len: u64) -> u64 {
+    const PAGE: u64 = 64 << 10;
+    (start.saturating_add(len.saturating_sub(1)) & !(PAGE - 1)).max(start)
+}
+
 /// Finds the GPU of a dma-buf whose bytes from `offset` on are known as `iova`. `Err` is the errno.
 pub(crate) fn dmabuf(fd: i32, offset: u64, len: u64, iova: u64, model: bool) -> Result<u8, i32> {
     let name = std::fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| libc::EBADF)?;
@@ -111,7 +119,7 @@ pub(crate) fn dmabuf(fd: i32, offset: u64, len: u64, iova: u64, model: bool) -> 
         return Ok(MODEL);
     }
     // The CPU cannot map a GPU's dma-buf and the driver does not take it back: the range is reached by its address.
-    locate(iova).ok_or(libc::EINVAL)
+    locate(iova).filter(|&gpu| locate(last_page(iova, len)) == Some(gpu)).ok_or(libc::EINVAL)
 }
 
 /// Devices that were open in an earlier engine of this process. They are kept: to free their memory would wait for
@@ -121,8 +129,12 @@ static PARKED: Mutex<Vec<(u8, Copier)>> = Mutex::new(Vec::new());
 /// Opens the device for GPU `gpu`; may take a tenth of a second. `Err` says why not.
 pub(crate) fn open(gpu: u8) -> Result<Copier, String> {
     let mut parked = PARKED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(at) = parked.iter().position(|(of, _)| *of == gpu) {
-        return Ok(parked.swap_remove(at).1);
+    // The program may have reset the GPU since.
+    while let Some(at) = parked.iter().position(|(of, _)| *of == gpu) {
+        let (_, copier) = parked.swap_remove(at);
+        if copier.is_sound() {
+            return Ok(copier);
+        }
     }
     drop(parked);
     let device: Box<dyn Device> =
@@ -140,6 +152,8 @@ pub(crate) struct Gpus {
 
 impl Drop for Gpus {
     fn drop(&mut self) {
+        let open = &self.open;
+        self.imports.forget_where(|_| true, |gpu| open.get(&gpu).map(Copier::device));
         let mut parked = PARKED.lock().unwrap_or_else(PoisonError::into_inner);
         parked.extend(std::mem::take(&mut self.open).into_iter().filter(|(_, copier)| copier.is_sound()));
     }
@@ -205,7 +219,14 @@ impl Gpus {
     /// The owner in `slot` has given a share up. Nothing may be copying from it.
     pub(crate) fn forget(&mut self, slot: u32, share: u32) {
         let open = &self.open;
-        self.imports.forget(slot, share, |gpu| open.get(&gpu).map(Copier::device));
+        let gone = |import: &share::Import| import.is_of(slot, Some(share));
+        self.imports.forget_where(gone, |gpu| open.get(&gpu).map(Copier::device));
+    }
+
+    /// The process in `slot` is gone. Nothing may be copying from its memory.
+    pub(crate) fn forget_owner(&mut self, slot: u32) {
+        let open = &self.open;
+        self.imports.forget_where(|import| import.is_of(slot, None), |gpu| open.get(&gpu).map(Copier::device));
     }
 
     /// Starts or refuses a copy in which GPU memory takes part. `not_with` is a batch it must not be in.

@@ -130,12 +130,19 @@ impl Exports {
     }
 }
 
-struct Import {
+pub(super) struct Import {
     slot: u32,
     gpu: u8,
     reference: Reference,
     /// Where it is here; None if it could not be mapped, which is not tried again.
     at: Option<u64>,
+}
+
+impl Import {
+    /// Of the process in `slot`, and of that share if one is named.
+    pub(super) fn is_of(&self, slot: u32, share: Option<u32>) -> bool {
+        self.slot == slot && share.is_none_or(|share| share == self.reference.id)
+    }
 }
 
 pub(super) struct Imports {
@@ -184,9 +191,13 @@ impl Imports {
         import.at.filter(|_| inside).map(|at| at + start)
     }
 
-    /// Unmaps what the process in `slot` has given up.
-    pub(super) fn forget<'a>(&mut self, slot: u32, id: u32, device: impl Fn(u8) -> Option<&'a dyn Device>) {
-        let gone = self.list.extract_if(.., |import| import.slot == slot && import.reference.id == id);
+    /// Unmaps what its owner has given up.
+    pub(super) fn forget_where<'a>(
+        &mut self,
+        gone: impl Fn(&Import) -> bool,
+        device: impl Fn(u8) -> Option<&'a dyn Device>,
+    ) {
+        let gone = self.list.extract_if(.., |import| gone(import));
         let work: Vec<_> =
             gone.filter_map(|import| Some(device(import.gpu)?.release(&import.reference, import.at?))).collect();
         if !work.is_empty() {
@@ -202,6 +213,26 @@ mod tests {
 
     fn allocation(base: u64) -> Allocation {
         Allocation { base, size: 4096, identity: 1, handle: Handle::Ipc([7; 64]) }
+    }
+
+    #[test]
+    fn imports_go_by_share_or_with_their_owner() {
+        let mut exports = Exports::default();
+        let ids = [exports.add(allocation(0x1000)), exports.add(allocation(0x9000))];
+        let mut imports = Imports::default();
+        for (slot, id) in [(3, ids[0]), (3, ids[1]), (4, ids[0])] {
+            let reference = exports.refer(id, slot, 0).unwrap();
+            imports.list.push(Import { slot, gpu: 0, reference, at: None });
+        }
+        imports.forget_where(|import| import.is_of(3, Some(ids[1])), |_| None);
+        assert_eq!(
+            imports.list.iter().map(|i| (i.slot, i.reference.id)).collect::<Vec<_>>(),
+            [(3, ids[0]), (4, ids[0])]
+        );
+        imports.forget_where(|import| import.is_of(3, Some(0)), |_| None);
+        assert_eq!(imports.list.len(), 2, "no share has the number 0");
+        imports.forget_where(|import| import.is_of(3, None), |_| None);
+        assert_eq!(imports.list.iter().map(|i| i.slot).collect::<Vec<_>>(), [4]);
     }
 
     #[test]

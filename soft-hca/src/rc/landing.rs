@@ -2,9 +2,10 @@
 //! started; what the program or the peer can see of it waits here, in the order in which it was started.
 use super::{Copied, Kind, Pieces, World};
 use crate::gpu::{Progress, Ticket, Unload};
-use crate::qp::{INDEX_MASK, status, vendor_code};
+use crate::qp::{INDEX_MASK, State, failed, status, vendor_code};
 use crate::queue::Cqe;
 use ibverbs_sys as ffi;
+use std::sync::Arc;
 
 /// Queue pairs are named by number: one that is gone by then is not found.
 pub(super) struct Landing {
@@ -16,13 +17,13 @@ pub(super) struct Landing {
     pub(super) receive: Option<(Cqe, bool)>,
     /// The message to acknowledge to another process.
     pub(super) ack: Option<u32>,
-    /// The requester's oldest request is done with it.
-    pub(super) sent: bool,
+    /// The requester's request that is done with it, by its index.
+    pub(super) sent: Option<u32>,
 }
 
 impl Landing {
     pub(super) fn new(ticket: Ticket, unload: Vec<Unload>) -> Self {
-        Self { ticket, unload, responder: None, requester: None, receive: None, ack: None, sent: false }
+        Self { ticket, unload, responder: None, requester: None, receive: None, ack: None, sent: None }
     }
 
     /// The queue pairs that wait for it; one connected to itself waits once.
@@ -47,8 +48,22 @@ impl World {
             unsafe { from.copy_to(to) };
             return Copied::Now;
         }
+        let before = before.filter(|_| first);
+        if before.is_some() && self.lands_out_of_order(index, to) {
+            return Copied::Busy;
+        }
         // Messages of a queue pair land in order, those of one batch in any.
-        self.gpu.copy(from, to, before.filter(|_| first))
+        self.gpu.copy(from, to, before)
+    }
+
+    /// Would a copy to this target be over before an earlier one of the queue pair? Batches of one GPU are in order, but the
+    /// CPU unloads what goes to host memory after its batch, and another GPU has batches of its own.
+    fn lands_out_of_order(&self, index: u32, to: &Pieces) -> bool {
+        let Some(number) = self.conn(index).map(|conn| conn.qp.num) else { return false };
+        let gpu = to.iter().find_map(|(_, _, mem)| mem.gpu());
+        self.landings.iter().filter(|landing| landing.ends().any(|end| end == number)).any(|landing| {
+            gpu.is_some_and(|gpu| landing.unload.iter().any(Unload::is_delivery) || gpu != landing.ticket.gpu)
+        })
     }
 
     pub(super) fn queue(&mut self, landing: Landing) {
@@ -123,7 +138,8 @@ impl World {
         if let Some(number) = landing.requester
             && let Some(conn) = self.numbered(number)
         {
-            if landing.sent && conn.una != conn.next {
+            // Not if it was sent again meanwhile and is done already.
+            if conn.una != conn.next && landing.sent == Some(conn.una) {
                 self.complete_send(number & INDEX_MASK);
             }
             self.activate(number & INDEX_MASK);
@@ -138,7 +154,16 @@ impl World {
             if let Some(psn) = landing.ack {
                 conn.reply(Kind::Nak, u8::try_from(status::REM_OP).unwrap_or(0), psn);
             }
-            conn.qp.event(ffi::IBV_EVENT_QP_FATAL);
+            let qp = Arc::clone(&conn.qp);
+            if qp.state() != State::Err {
+                qp.event(ffi::IBV_EVENT_QP_FATAL);
+            }
+            // The receive request has been taken: it ends, too.
+            if let Some((cqe, _)) = &landing.receive {
+                let code = status::LOC_QP_OP;
+                let wc = failed(cqe.wc.wr_id, code, vendor_code(code), qp.num);
+                self.push(&qp.recv_cq, &Cqe { wc, frees: cqe.frees }, true);
+            }
             self.fail_all(number & INDEX_MASK);
             self.activate(number & INDEX_MASK);
         }
