@@ -148,6 +148,7 @@ fn check(options: &Options, protocol: &str) -> anyhow::Result<usize> {
         same_host: false,
         time_limit: TIME_LIMIT,
         dies: None,
+        meeting: None,
     };
     println!("\nall_reduce, protocol {protocol}, {} ranks, network {}", options.ranks, options.net);
     println!("{}", ROWS.head());
