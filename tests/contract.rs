@@ -130,6 +130,28 @@ mod tests {
         );
     }
 
+    /// Odd ranks on a second host (here by another name only): they are started, heard, stopped and killed over TCP.
+    #[test]
+    fn second_host() {
+        // The next one to ask for a port gets another: the kernel goes round.
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = listener.local_addr().expect("an address").to_string();
+        drop(listener);
+        let mut second = Command::new(built("bin/nccl-rdma"));
+        second.args(["join", &address]).env("NCCL_SOCKET_IFNAME", "lo");
+        let own = tempfile::tempdir().expect("a directory");
+        second.env("SOFT_HCA_REGISTRY", own.path()).env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"));
+        let mut second = second.spawn().expect("the second host starts");
+        let registry = own.path().to_str().expect("a path of text");
+        let only = ["all-pairs", "two-ways", "peer-stopped", "dies-sending", "dies-receiving", "dies-idle"];
+        let arguments: Vec<_> = ["--quick", "--procs", "3", "--meet", &address]
+            .into_iter()
+            .chain(only.iter().flat_map(|name| ["--only", name]))
+            .collect();
+        play("a second host", None, &[("SOFT_HCA_REGISTRY", registry)], &arguments);
+        assert!(second.wait().expect("it ends with the first").success());
+    }
+
     /// The null adapter is one process with both ends.
     #[test]
     fn null_adapter() {

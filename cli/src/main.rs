@@ -7,6 +7,7 @@ mod cost;
 mod devices;
 mod env;
 mod gpu;
+mod hosts;
 mod nccl;
 mod perf;
 mod pipe;
@@ -22,6 +23,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
 
+use hosts::Meeting;
 use procs::Job;
 
 /// Looks at, proves and measures libnccl-net-rdma.so, the NCCL network plugin over RDMA.
@@ -43,6 +45,20 @@ struct PluginArg {
 impl PluginArg {
     fn path(&self) -> PathBuf {
         self.plugin.clone().unwrap_or_else(abi::default_plugin)
+    }
+}
+
+#[derive(Debug, Args)]
+struct HostsArg {
+    /// Run every other process on a second host, which joins by `nccl-rdma join` with this address. The plugin has the same
+    /// path there; its settings are those of that host's environment
+    #[arg(long, value_name = "ADDR:PORT")]
+    meet: Option<String>,
+}
+
+impl HostsArg {
+    fn open(&self) -> anyhow::Result<Option<Meeting>> {
+        self.meet.as_deref().map(Meeting::open).transpose()
     }
 }
 
@@ -68,6 +84,8 @@ enum Command {
     Demo(DemoArgs),
     /// Latency and bandwidth between two processes through the plugin
     Perf(PerfArgs),
+    /// Be the second host of a contract, demo or perf that was started with --meet, until it ends
+    Join { address: String },
     /// NCCL itself on a GPU through a network: all_reduce, every element checked (exit status 3: no GPU or no NCCL here)
     NcclCheck(nccl::check::Args),
     /// The plugin, NCCL's own IB transport and its Socket transport side by side on a GPU: all_reduce, times and ratios
@@ -86,6 +104,8 @@ enum Command {
 struct ContractArgs {
     #[command(flatten)]
     plugin: PluginArg,
+    #[command(flatten)]
+    hosts: HostsArg,
     /// Processes in the cases that take any number
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=8))]
     procs: u8,
@@ -145,7 +165,7 @@ impl ContractArgs {
             error_bound: Duration::from_secs(self.error_bound),
             connect_bound: Duration::from_secs(self.connect_bound),
         };
-        contract::run(&options, &self.only)
+        contract::run(&options, &self.only, self.hosts.open()?.as_ref())
     }
 }
 
@@ -153,6 +173,8 @@ impl ContractArgs {
 struct DemoArgs {
     #[command(flatten)]
     plugin: PluginArg,
+    #[command(flatten)]
+    hosts: HostsArg,
     /// Processes in the ring
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=64))]
     ranks: u8,
@@ -182,7 +204,7 @@ impl DemoArgs {
         anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
         let iters = usize::try_from(self.iters)?;
         let job = ring::Job { plugin: self.plugin.path(), dev: self.dev, sizes, iters };
-        ring::run(&job, usize::from(self.ranks), self.same_host, self.verbose)
+        ring::run(&job, usize::from(self.ranks), self.same_host, self.hosts.open()?.as_ref(), self.verbose)
     }
 }
 
@@ -190,6 +212,8 @@ impl DemoArgs {
 struct PerfArgs {
     #[command(flatten)]
     plugin: PluginArg,
+    #[command(flatten)]
+    hosts: HostsArg,
     /// Message sizes in bytes
     #[arg(long, value_delimiter = ',', value_parser = table::parse_bytes, default_value = "8,512,4K,64K,512K,4M")]
     sizes: Vec<usize>,
@@ -207,7 +231,8 @@ struct PerfArgs {
 impl PerfArgs {
     fn run(&self) -> anyhow::Result<()> {
         let (sizes, depth) = (self.sizes.clone(), usize::from(self.depth));
-        perf::run(&perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth }, self.same_host)
+        let job = perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth };
+        perf::run(&job, self.same_host, self.hosts.open()?.as_ref())
     }
 }
 
@@ -224,6 +249,7 @@ fn main() -> ExitCode {
         Command::Contract(args) => args.run(),
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),
+        Command::Join { address } => hosts::join(&address),
         Command::NcclCheck(args) => nccl::check::run(&args),
         Command::NcclCompare(args) => nccl::compare::run(&args),
         Command::Tear(args) => tear::run(&args),

@@ -7,6 +7,7 @@ use anyhow::bail;
 use serde::{Deserialize, Serialize};
 
 use crate::abi::Buffer;
+use crate::hosts::Meeting;
 use crate::pipe::{self, Batch, Pipe};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
@@ -31,7 +32,7 @@ struct Row {
 
 const ROWS: Table = Table(&[("size (B)", 10), ("latency (us)", 12), ("spread", 15), ("GB/s", 8), ("spread", 15)]);
 
-pub(crate) fn run(job: &Job, same_host: bool) -> anyhow::Result<()> {
+pub(crate) fn run(job: &Job, same_host: bool, meeting: Option<&Meeting>) -> anyhow::Result<()> {
     let spec = Spec {
         ranks: 2,
         job: procs::Job::Perf(job.clone()),
@@ -39,6 +40,7 @@ pub(crate) fn run(job: &Job, same_host: bool) -> anyhow::Result<()> {
         same_host,
         time_limit: Duration::from_secs(600),
         dies: None,
+        meeting,
     };
     println!("two processes, plugin {}; stream depth {}; medians of {ROUNDS} rounds", job.plugin.display(), job.depth);
     println!("{}", ROWS.head());

@@ -1,9 +1,10 @@
 //! Ranks as processes: the parent starts this command once per rank, carries small messages between the ranks (what
 //! NCCL's bootstrap does for it) and collects how each one ended. A rank's standard input is a socket to the parent;
-//! when the parent goes, its ranks go.
+//! when the parent goes, its ranks go. With a second host every other rank is there.
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -17,6 +18,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use crate::abi::{self, LogLine};
+use crate::hosts::Meeting;
 use crate::{contract, nccl, perf, ring, tear};
 
 /// How long the other ranks may go on once one has failed.
@@ -42,7 +44,7 @@ pub(crate) enum Job {
 
 /// A set of ranks to start.
 #[derive(Debug)]
-pub(crate) struct Spec {
+pub(crate) struct Spec<'a> {
     pub ranks: usize,
     pub job: Job,
     /// Environment of every rank.
@@ -52,6 +54,8 @@ pub(crate) struct Spec {
     pub time_limit: Duration,
     /// This rank kills itself as part of the job.
     pub dies: Option<usize>,
+    /// Where a second host comes to take the odd ranks.
+    pub meeting: Option<&'a Meeting>,
 }
 
 /// How a rank ended.
@@ -65,11 +69,29 @@ pub(crate) struct Outcome {
     pub log: Vec<LogLine>,
 }
 
+/// What the parent hears on a rank's line.
 #[derive(Debug, Serialize, Deserialize)]
-enum Up {
-    Post { to: usize, key: String, data: Vec<u8> },
+pub(crate) enum Up {
+    Post {
+        to: usize,
+        key: String,
+        data: Vec<u8>,
+    },
     Report(Value),
-    Done { error: Option<String>, log: Vec<LogLine>, at: Duration },
+    Kill(usize),
+    Done {
+        error: Option<String>,
+        log: Vec<LogLine>,
+        at: Duration,
+    },
+    /// From the second host, at the end: the wait status of the rank's process.
+    Exited(i32),
+}
+
+impl Up {
+    pub(crate) fn failed(error: &anyhow::Error) -> Self {
+        Self::Done { error: Some(format!("{error:#}")), log: abi::take_log(), at: clock() }
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -88,55 +110,104 @@ fn clock() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-fn send_line(socket: &mut UnixStream, message: &impl Serialize) -> std::io::Result<()> {
+pub(crate) fn send_line(socket: &mut impl Write, message: &impl Serialize) -> io::Result<()> {
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
     socket.write_all(&line)
 }
 
-/// Kills what is left when the parent's run ends early.
-struct Ranks(Vec<(Child, UnixStream)>);
+/// A rank to start, on whichever host.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Order {
+    seat: Seat,
+    env: Vec<(String, String)>,
+}
 
-impl Drop for Ranks {
-    fn drop(&mut self) {
-        for (child, _) in &mut self.0 {
-            // Already gone is fine.
-            let _ = child.kill();
-            let _ = child.wait();
+impl Order {
+    fn new(spec: &Spec<'_>, rank: usize) -> Self {
+        let seat = Seat { rank, ranks: spec.ranks, job: spec.job.clone() };
+        let mut env = spec.env.clone();
+        env.iter_mut().for_each(|(_, value)| *value = value.replace("{rank}", &rank.to_string()));
+        if !spec.same_host {
+            env.push(("SOFT_HCA_HOST".to_owned(), format!("h{rank}")));
+        }
+        Self { seat, env }
+    }
+
+    /// Starts the rank's process; the socket is the other end of its standard input.
+    pub(crate) fn spawn(&self) -> anyhow::Result<(Child, UnixStream)> {
+        let (ours, theirs) = UnixStream::pair().context("no socket for a rank")?;
+        let mut command = Command::new(std::env::current_exe().context("own path unknown")?);
+        command.arg("rank").arg(serde_json::to_string(&self.seat)?).stdin(Stdio::from(OwnedFd::from(theirs)));
+        command.envs(self.env.iter().map(|(name, value)| (name, value)));
+        let child = command.spawn().with_context(|| format!("rank {} cannot be started", self.seat.rank))?;
+        Ok((child, ours))
+    }
+}
+
+enum Place {
+    Here(Child),
+    /// The second host tells the status before it closes the line.
+    There(Option<ExitStatus>),
+}
+
+/// A rank that has been started, and the line to it. Killed when the parent's run ends early.
+struct Started {
+    place: Place,
+    line: UnixStream,
+}
+
+impl Started {
+    fn start(spec: &Spec<'_>, rank: usize, events: Sender<Event>) -> anyhow::Result<Self> {
+        let order = Order::new(spec, rank);
+        let (place, line) = match spec.meeting {
+            Some(meeting) if rank % 2 == 1 => (Place::There(None), meeting.start(&order)?),
+            _ => order.spawn().map(|(child, line)| (Place::Here(child), line))?,
+        };
+        let reader = BufReader::new(line.try_clone()?);
+        thread::spawn(move || {
+            for line in reader.lines().map_while(Result::ok) {
+                let said = serde_json::from_str(&line).map(|up| events.send(Event::Said(rank, up)));
+                if !matches!(said, Ok(Ok(()))) {
+                    break;
+                }
+            }
+            let _ = events.send(Event::Closed(rank));
+        });
+        Ok(Self { place, line })
+    }
+
+    fn kill(&mut self) {
+        // Already gone is fine.
+        let _ = match &mut self.place {
+            Place::Here(child) => child.kill(),
+            // The second host kills a rank when its line is cut.
+            Place::There(_) => self.line.shutdown(Shutdown::Write),
+        };
+    }
+
+    fn wait(&mut self) -> anyhow::Result<ExitStatus> {
+        match &mut self.place {
+            Place::Here(child) => Ok(child.wait()?),
+            Place::There(status) => status.context("the second host has gone, or the way to it"),
         }
     }
 }
 
-fn start(spec: &Spec, rank: usize, events: Sender<Event>) -> anyhow::Result<(Child, UnixStream)> {
-    let seat = Seat { rank, ranks: spec.ranks, job: spec.job.clone() };
-    let (ours, theirs) = UnixStream::pair().context("no socket for a rank")?;
-    let mut command = Command::new(std::env::current_exe().context("own path unknown")?);
-    command.arg("rank").arg(serde_json::to_string(&seat)?).stdin(Stdio::from(OwnedFd::from(theirs)));
-    command.envs(spec.env.iter().map(|(name, value)| (name, value.replace("{rank}", &rank.to_string()))));
-    if !spec.same_host {
-        command.env("SOFT_HCA_HOST", format!("h{rank}"));
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.kill();
+        let _ = self.wait();
     }
-    let child = command.spawn().with_context(|| format!("rank {rank} cannot be started"))?;
-    let reader = BufReader::new(ours.try_clone()?);
-    thread::spawn(move || {
-        for line in reader.lines().map_while(Result::ok) {
-            let said = serde_json::from_str(&line).map(|up| events.send(Event::Said(rank, up)));
-            if !matches!(said, Ok(Ok(()))) {
-                break;
-            }
-        }
-        let _ = events.send(Event::Closed(rank));
-    });
-    Ok((child, ours))
 }
 
 /// Starts the ranks, serves them until all have ended or the time is up, and says how each one ended. `report` gets
 /// what the ranks report on the way.
-pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::Result<Vec<Outcome>> {
+pub(crate) fn run(spec: &Spec<'_>, mut report: impl FnMut(usize, Value)) -> anyhow::Result<Vec<Outcome>> {
     let (sender, events) = channel();
-    let mut ranks = Ranks(Vec::new());
+    let mut ranks = Vec::new();
     for rank in 0..spec.ranks {
-        ranks.0.push(start(spec, rank, sender.clone())?);
+        ranks.push(Started::start(spec, rank, sender.clone())?);
     }
     drop(sender);
 
@@ -149,12 +220,22 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
     while alive.contains(&true) {
         match events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok(Event::Said(from, Up::Post { to, key, data })) => {
-                if let Some((_, socket)) = ranks.0.get_mut(to) {
+                if let Some(rank) = ranks.get_mut(to) {
                     // A rank that has gone needs no mail.
-                    let _ = send_line(socket, &Down::Mail { from, key, data });
+                    let _ = send_line(&mut rank.line, &Down::Mail { from, key, data });
                 }
             }
             Ok(Event::Said(rank, Up::Report(value))) => report(rank, value),
+            Ok(Event::Said(_, Up::Kill(rank))) => {
+                if let Some(rank) = ranks.get_mut(rank) {
+                    rank.kill();
+                }
+            }
+            Ok(Event::Said(rank, Up::Exited(status))) => {
+                if let Place::There(told) = &mut ranks[rank].place {
+                    *told = Some(ExitStatus::from_raw(status));
+                }
+            }
             Ok(Event::Said(rank, Up::Done { error, log: lines, at: when })) => {
                 log[rank] = lines;
                 at[rank] = Some(when);
@@ -167,15 +248,18 @@ pub(crate) fn run(spec: &Spec, mut report: impl FnMut(usize, Value)) -> anyhow::
             Ok(Event::Closed(rank)) => {
                 alive[rank] = false;
                 at[rank].get_or_insert_with(clock);
-                let status = ranks.0[rank].0.wait()?;
-                let end = ended(done[rank].take(), status, spec.dies == Some(rank));
+                let end = match (done[rank].take(), ranks[rank].wait()) {
+                    (Some(Err(error)), _) => Err(error),
+                    (_, Err(lost)) => Err(format!("{lost:#}")),
+                    (done, Ok(status)) => ended(done, status, spec.dies == Some(rank)),
+                };
                 if end.is_err() && first_failure.is_none() {
                     first_failure = Some(rank);
                     deadline = deadline.min(Instant::now() + GRACE);
                 }
                 done[rank] = Some(end);
-                for (_, socket) in &mut ranks.0 {
-                    let _ = send_line(socket, &Down::Gone(rank));
+                for other in &mut ranks {
+                    let _ = send_line(&mut other.line, &Down::Gone(rank));
                 }
             }
             Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
@@ -237,7 +321,7 @@ pub(crate) struct Mailbox {
 
 impl Mailbox {
     fn open(rank: usize, ranks: usize) -> anyhow::Result<Self> {
-        let socket = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+        let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
         let reader = BufReader::new(socket.try_clone()?);
         let (sender, mail) = channel();
         thread::spawn(move || {
@@ -260,6 +344,11 @@ impl Mailbox {
     pub(crate) fn report(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
         let report = Up::Report(serde_json::to_value(value)?);
         send_line(&mut self.socket, &report).context("the parent does not listen")
+    }
+
+    /// Has the parent kill a rank, as an operator would.
+    pub(crate) fn kill(&mut self, rank: usize) -> anyhow::Result<()> {
+        send_line(&mut self.socket, &Up::Kill(rank)).context("the parent does not listen")
     }
 
     fn keep(&mut self, down: Down) {
@@ -322,9 +411,11 @@ pub(crate) fn rank_main(seat: &str, work: impl FnOnce(&Seat, &mut Mailbox) -> an
         }
     };
     let result = work(&seat, &mut mail);
-    let at = clock();
-    let error = result.as_ref().err().map(|error| format!("{error:#}"));
-    let told = send_line(&mut mail.socket, &Up::Done { error, log: abi::take_log(), at });
+    let done = match result {
+        Ok(()) => Up::Done { error: None, log: abi::take_log(), at: clock() },
+        Err(error) => Up::failed(&error),
+    };
+    let told = send_line(&mut mail.socket, &done);
     // The result has been told; the status only says whether the process could end in peace.
     if told.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

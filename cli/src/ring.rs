@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::{Deserialize, Serialize};
 
 use crate::abi::{Buffer, Memory, Plugin};
+use crate::hosts::Meeting;
 use crate::pipe::{self, Batch, Pipe};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{ALL_REDUCE, all_reduce_row};
@@ -33,7 +34,13 @@ enum Note {
     Row { bytes: usize, seconds: f64, wrong: u64 },
 }
 
-pub(crate) fn run(job: &Job, ranks: usize, same_host: bool, verbose: bool) -> anyhow::Result<()> {
+pub(crate) fn run(
+    job: &Job,
+    ranks: usize,
+    same_host: bool,
+    meeting: Option<&Meeting>,
+    verbose: bool,
+) -> anyhow::Result<()> {
     let spec = Spec {
         ranks,
         job: procs::Job::Ring(job.clone()),
@@ -41,6 +48,7 @@ pub(crate) fn run(job: &Job, ranks: usize, same_host: bool, verbose: bool) -> an
         same_host,
         time_limit: Duration::from_secs(600),
         dies: None,
+        meeting,
     };
     println!("ring all-reduce on host memory: {ranks} processes, plugin {}", job.plugin.display());
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} sizes  {msg}  {elapsed}")?;

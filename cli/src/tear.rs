@@ -156,6 +156,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         same_host: false,
         time_limit: Duration::from_secs(args.time_limit),
         dies: None,
+        meeting: None,
     };
     let mut rows: Vec<Row> = Vec::new();
     let outcomes = procs::run(&spec, |_, value| {

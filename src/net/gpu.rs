@@ -98,7 +98,9 @@ fn peer_memory(config: &Config) -> Way {
 }
 
 fn no_dmabuf(why: &str) -> String {
-    format!("not supported: {why}; it takes Linux 5.12 and a NIC driver that can, and then NVIDIA's open kernel modules")
+    format!(
+        "not supported: {why}; it takes Linux 5.12 and a NIC driver that can, and then NVIDIA's open kernel modules"
+    )
 }
 
 #[cfg(test)]

@@ -42,6 +42,7 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("groups-6", "the same with 6", Two, groups::<6>),
         Case::new("groups-7", "the same with 7", Two, groups::<7>),
         Case::new("groups-8", "the same with 8", Two, groups::<8>),
+        Case::new("large-groups", "8 MiB in a group of 1 and in one of 8 (1 MiB with --quick)", Two, large_groups),
         Case::new("groups-one-tag", "groups whose buffers all have one tag: filled in order", Two, groups_one_tag),
         Case::new("receives-32", "32 receives outstanding, of largest groups, before the first send", Two, receives_32),
         Case::new("two-ways", "large transfers in both directions at once", Two, two_ways),
@@ -273,6 +274,16 @@ fn groups<const N: usize>(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     }
     let flows: Vec<_> = (0..3).map(|round| grouped(rank, N, rank.rounds(24), round)).collect();
     play(rank, &flows, Manner::default())
+}
+
+fn large_groups(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let len = if rank.options.quick { 1 << 20 } else { 8 << 20 };
+    let group = |n: usize| (0..n).map(|i| Msg { len, tag: 10 + tag(i) }).collect::<Vec<_>>();
+    let mut flow = Flow { sends: Vec::new(), recvs: vec![group(1), group(rank.max_group())] };
+    flow.sends.extend(flow.recvs.iter().flatten().rev());
+    // The single one first: its tag is also one of the group's.
+    flow.sends.rotate_right(1);
+    play(rank, &[flow], Manner::default())
 }
 
 fn groups_one_tag(rank: &mut Rank<'_>) -> anyhow::Result<()> {

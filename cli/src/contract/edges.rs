@@ -427,14 +427,11 @@ fn peer_stopped(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     if rank.rank == 1 {
         let lane = inn.first_mut().context("no connection")?;
         RecvRun::new(rank.plugin, lane, &flow, Manner::default())?.post()?;
-        rank.mail.post(0, "pid", &std::process::id().to_le_bytes())?;
         rank.mail.take(0, "sending", rank.deadline)?;
         // SAFETY: no memory is involved.
         let _ = unsafe { libc::raise(libc::SIGSTOP) };
         bail!("was woken up");
     }
-    let pid = rank.mail.take(1, "pid", rank.deadline)?;
-    let pid = i32::from_le_bytes(pid.try_into().map_err(|_| anyhow::anyhow!("not a pid"))?);
     let (to, from) = (out.first_mut().context("no connection")?, inn.first_mut().context("no connection")?);
     let mut receiving = RecvRun::new(rank.plugin, from, &flow, Manner::default())?;
     receiving.post()?;
@@ -450,8 +447,7 @@ fn peer_stopped(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         }
     }
     let closed = prompt("close while the peer stands still", || rank.close(out, inn));
-    // SAFETY: no memory is involved; the process is the other rank of this case.
-    let _ = unsafe { libc::kill(pid, libc::SIGKILL) };
+    rank.mail.kill(1)?;
     closed?
 }
 

@@ -12,6 +12,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::abi::{MAX_GROUP, Plugin, Properties};
+use crate::hosts::Meeting;
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
 use crate::wire::{self, Link};
@@ -97,7 +98,7 @@ pub(crate) fn list() {
 const ROWS: Table = Table(&[("case", -24), ("procs", 5), ("result", -6), ("time", 8), ("", -1)]);
 
 /// Plays the cases; an error unless every one is right.
-pub(crate) fn run(options: &Options, only: &[String]) -> anyhow::Result<()> {
+pub(crate) fn run(options: &Options, only: &[String], meeting: Option<&Meeting>) -> anyhow::Result<()> {
     for name in only {
         ensure!(all().iter().any(|c| c.name == name), "there is no case {name:?}; see --list");
     }
@@ -106,7 +107,7 @@ pub(crate) fn run(options: &Options, only: &[String]) -> anyhow::Result<()> {
     println!("{}", ROWS.head());
     for case in all().iter().filter(|c| only.is_empty() || only.iter().any(|n| n == c.name)) {
         let start = Instant::now();
-        let (result, note) = match play(case, options)? {
+        let (result, note) = match play(case, options, meeting)? {
             Verdict::Passed => {
                 passed += 1;
                 ("ok", String::new())
@@ -145,7 +146,7 @@ fn ranks(case: &Case, options: &Options) -> usize {
     }
 }
 
-fn play(case: &Case, options: &Options) -> anyhow::Result<Verdict> {
+fn play(case: &Case, options: &Options, meeting: Option<&Meeting>) -> anyhow::Result<Verdict> {
     let spec = Spec {
         ranks: ranks(case, options),
         job: procs::Job::Contract(Job { case: case.name.to_owned(), options: options.clone() }),
@@ -154,6 +155,7 @@ fn play(case: &Case, options: &Options) -> anyhow::Result<Verdict> {
         // The ranks watch the limit themselves and say what they wait for; this one is for ranks that cannot.
         time_limit: options.time_limit + Duration::from_secs(5),
         dies: case.dies,
+        meeting,
     };
     let mut skipped = None;
     let outcomes = procs::run(&spec, |_, value| {

@@ -142,6 +142,7 @@ impl Check<'_> {
             same_host: false,
             time_limit: self.time_limit,
             dies: None,
+            meeting: None,
         };
         println!("\nall_reduce, protocol {protocol}, network {setting}");
         println!("{}", ROWS.head());

@@ -346,6 +346,7 @@ impl Compare<'_> {
             same_host: false,
             time_limit,
             dies: None,
+            meeting: None,
         };
         let mut gathered = Gathered::new(setting.ranks);
         let outcomes = procs::run(&spec, |_, value| {

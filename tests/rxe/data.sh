@@ -1,0 +1,65 @@
+#!/bin/bash
+# The contract driver between two hosts over the kernel's Soft-RoCE, every byte checked. Runs on both machines of ci/vm, once
+# for each row of the table at the end; needs dist/.
+set -euo pipefail
+plugin=$PWD/dist/lib/libnccl-net-rdma.so
+nccl_rdma=$PWD/dist/bin/nccl-rdma
+# Two cases wait for a listener that has gone.
+export NCCL_NET_RDMA_CONNECT_TIMEOUT=8
+
+fail() {
+    echo "FAIL: $*"
+    exit 1
+}
+
+packets() { # that each rail has sent
+    local rail
+    for ((rail = 0; rail < RAILS; rail++)); do cat "/sys/class/infiniband/rxe$rail/ports/1/hw_counters/sent_pkts"; done
+}
+
+# The first host plays, the second joins. What a row says about itself must be true at both ends: the MTU, how the GID begins
+# that the plugin chose, and how many rails send packets.
+rows=0
+row() { # name, beginning of the GID, MTU of the second host's interfaces, rails, settings of the plugin, arguments of the driver
+    local name=$1 gid=$2 mtu=$3 rails=$4 settings start=$SECONDS before after rail said roce_mtu=4096
+    read -ra settings <<<"$5"
+    shift 5
+    if [[ $RANK == 1 ]]; then
+        for ((rail = 0; rail < RAILS; rail++)); do ip link set "eth$rail" mtu "$mtu"; done
+        ((mtu > 4200)) || roce_mtu=1024
+    fi
+    said=$(env "${settings[@]}" NCCL_DEBUG=INFO "$nccl_rdma" devices --plugin "$plugin" | grep 'device 0:')
+    grep -qE "MTU $roce_mtu, GID $gid[^;]* RoCE v2" <<<"$said" || fail "not with MTU $roce_mtu and a RoCE v2 GID $gid...: $said"
+    vm barrier "row $name"
+    mapfile -t before < <(packets)
+    if [[ $RANK == 1 ]]; then
+        env "${settings[@]}" "$nccl_rdma" join r0:7000
+    else
+        printf '\n==== %s: %s\n' "$name" "${settings[*]}"
+        env "${settings[@]}" "$nccl_rdma" contract --plugin "$plugin" --meet 0.0.0.0:7000 --procs 2 "$@"
+    fi
+    vm barrier "row $name played"
+    mapfile -t after < <(packets)
+    for ((rail = 0; rail < RAILS; rail++)); do
+        (((after[rail] > before[rail]) == (rail < rails))) || fail "$name: rxe$rail of r$RANK has sent $((after[rail] - before[rail])) packets"
+    done
+    rows=$((rows + 1))
+    [[ $RANK != 0 ]] || echo "$name: passed, $((SECONDS - start)) s; ${said#*; }"
+}
+
+only() { printf -- '--only %s ' "$@"; }
+quick="--quick --sizes 0,1,8,4096,64K,1M"
+both=NCCL_NET_RDMA_RAILS=rxe0+rxe1
+ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
+
+# shellcheck disable=SC2046,SC2086
+{
+    #   name                       GID    MTU  rails settings driver
+    row "IPv4, all cases"          10.77. 9000 1     ""       $quick
+    row "8 MiB, groups of 1 and 8" 10.77. 9000 1     ""       $(only large-groups)
+    row "IPv6"                     fd77:  9000 1     $ip6     $quick $(only sizes two-ways groups-8)
+    row "MTU 1024 at one end"      10.77. 1500 1     ""       $quick $(only sizes two-ways groups-8)
+    row "two rails, all cases"     10.77. 9000 2     $both    $quick
+    row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(only sizes two-ways groups-8)
+}
+[[ $RANK != 0 ]] || printf '\nSoft-RoCE, data: %s rows passed in %s s\n' "$rows" "$SECONDS"
