@@ -380,6 +380,12 @@ impl super::Device for Device {
         mapped
     }
 
+    /// The driver closes an IPC handle once all kernels have ended, and starts none before; a collective's kernel that waits
+    /// for us would never end. It unmaps an exported handle at once. (Both seen with driver 580 on an H200.)
+    fn release_waits(&self, reference: &Reference) -> bool {
+        reference.fd < 0
+    }
+
     fn release(&self, reference: &Reference, at: u64) -> Box<dyn FnOnce() + Send> {
         let (ipc, size) = (reference.fd < 0, usize::try_from(reference.size).unwrap_or(0));
         let context = self.context.expose_provenance();

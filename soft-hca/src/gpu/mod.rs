@@ -74,7 +74,11 @@ pub(crate) trait Device: Send {
     fn export(&self, addr: u64, len: u64, dmabuf: Option<(BorrowedFd<'_>, u64)>) -> Option<share::Allocation>;
     /// Maps another process's allocation; its address here.
     fn import(&self, owner: u32, reference: &Reference) -> Result<u64, String>;
-    /// What gives a mapping back; that may take as long as the GPU is busy.
+    /// Would giving a mapping back wait for the program's kernels, and keep ours from starting meanwhile?
+    fn release_waits(&self, _reference: &Reference) -> bool {
+        false
+    }
+    /// What gives a mapping back.
     fn release(&self, reference: &Reference, at: u64) -> Box<dyn FnOnce() + Send>;
 }
 
@@ -153,7 +157,7 @@ pub(crate) struct Gpus {
 impl Drop for Gpus {
     fn drop(&mut self) {
         let open = &self.open;
-        self.imports.forget_where(|_| true, |gpu| open.get(&gpu).map(Copier::device));
+        self.imports.release_all(|gpu| open.get(&gpu).map(Copier::device));
         let mut parked = PARKED.lock().unwrap_or_else(PoisonError::into_inner);
         parked.extend(std::mem::take(&mut self.open).into_iter().filter(|(_, copier)| copier.is_sound()));
     }

@@ -148,11 +148,13 @@ impl Import {
 pub(super) struct Imports {
     pid_namespace: u64,
     list: Vec<Import>,
+    /// Given up by their owners, and still mapped.
+    kept: Vec<Import>,
 }
 
 impl Default for Imports {
     fn default() -> Self {
-        Self { pid_namespace: pid_namespace(), list: Vec::new() }
+        Self { pid_namespace: pid_namespace(), list: Vec::new(), kept: Vec::new() }
     }
 }
 
@@ -191,19 +193,36 @@ impl Imports {
         import.at.filter(|_| inside).map(|at| at + start)
     }
 
-    /// Unmaps what its owner has given up.
+    /// Unmaps what its owner has given up. What can only be unmapped while the GPU does nothing is kept for `release_all`.
     pub(super) fn forget_where<'a>(
         &mut self,
         gone: impl Fn(&Import) -> bool,
         device: impl Fn(u8) -> Option<&'a dyn Device>,
     ) {
-        let gone = self.list.extract_if(.., |import| gone(import));
-        let work: Vec<_> =
-            gone.filter_map(|import| Some(device(import.gpu)?.release(&import.reference, import.at?))).collect();
-        if !work.is_empty() {
-            // Beside the engine: the driver may wait for kernels that wait for the engine.
-            let _ = crate::engine::spawn("soft-hca-unmap", move || work.into_iter().for_each(|release| release()));
-        }
+        let gone: Vec<_> = self.list.extract_if(.., |import| gone(import)).collect();
+        let (late, now) = gone
+            .into_iter()
+            .partition(|import| device(import.gpu).is_some_and(|device| device.release_waits(&import.reference)));
+        self.kept.extend::<Vec<_>>(late);
+        release(now, device);
+    }
+
+    /// Unmaps everything: nobody waits for this engine any more.
+    pub(super) fn release_all<'a>(&mut self, device: impl Fn(u8) -> Option<&'a dyn Device>) {
+        let mut all = std::mem::take(&mut self.list);
+        all.append(&mut self.kept);
+        release(all, device);
+    }
+}
+
+fn release<'a>(imports: Vec<Import>, device: impl Fn(u8) -> Option<&'a dyn Device>) {
+    let work: Vec<_> = imports
+        .into_iter()
+        .filter_map(|import| Some(device(import.gpu)?.release(&import.reference, import.at?)))
+        .collect();
+    if !work.is_empty() {
+        // Beside the caller, who may hold the engine's lock.
+        let _ = crate::engine::spawn("soft-hca-unmap", move || work.into_iter().for_each(|release| release()));
     }
 }
 
