@@ -29,7 +29,7 @@ row() { # name, beginning of the GID, MTU of the second host's interfaces, rails
         ((mtu > 4200)) || roce_mtu=1024
     fi
     said=$(env "${settings[@]}" NCCL_DEBUG=INFO "$nccl_rdma" devices --plugin "$plugin" | grep 'device 0:')
-    grep -qE "MTU $roce_mtu, GID $gid[^;]* RoCE v2" <<<"$said" || fail "not with MTU $roce_mtu and a RoCE v2 GID $gid...: $said"
+    grep -qE "MTU $roce_mtu, GID ${gid}[^;]* RoCE v2" <<<"$said" || fail "not with MTU $roce_mtu and a RoCE v2 GID $gid...: $said"
     vm barrier "row $name"
     mapfile -t before < <(packets)
     if [[ $RANK == 1 ]]; then
