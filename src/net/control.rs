@@ -1,23 +1,33 @@
 //! What the background thread does with the words of the peer after the set-up.
 
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
-use crate::rendezvous::{Closed, ControlEvents};
+use crate::config::Config;
+use crate::rendezvous::{Closed, ControlEvents, KeepAlive};
 
 use super::alert::Alert;
 use super::hello::{Bye, Who, kind};
 use super::{Code, NetError};
+
+/// What this side wants of a connection's keep-alive; None: none.
+pub(super) fn keep_alive(config: &Config) -> Option<KeepAlive> {
+    let ms = Duration::from_millis;
+    KeepAlive::new(ms(config.keepalive_interval), ms(config.keepalive_timeout))
+}
 
 /// The control channel of one connection.
 #[derive(Debug)]
 pub(super) struct Events {
     alert: Weak<Alert>,
     peer: Who,
+    /// For messages: device:port, GID and QP number of both ends, of the first QP.
+    route: String,
 }
 
 impl Events {
-    pub(super) fn new(alert: &Arc<Alert>, peer: &Who) -> Self {
-        Self { alert: Arc::downgrade(alert), peer: peer.clone() }
+    pub(super) fn new(alert: &Arc<Alert>, peer: &Who, route: &str) -> Self {
+        Self { alert: Arc::downgrade(alert), peer: peer.clone(), route: route.to_owned() }
     }
 
     fn fail(&self, text: String) {
@@ -46,6 +56,29 @@ impl ControlEvents for Events {
             },
             _ => self.fail(format!("peer {} sent an unknown control message {kind}", self.peer)),
         }
+    }
+
+    fn on_silent(&self, silence: Duration, limit: Duration) {
+        let Some(alert) = self.alert.upgrade() else { return };
+        // After a last word in good order it has nothing to say.
+        if alert.has_closed() || alert.has_failed() {
+            return;
+        }
+        self.fail(format!(
+            "peer {} has been silent for {:.1} s, the keep-alive limit is {:.1} s (NCCL_NET_RDMA_KEEPALIVE_TIMEOUT), with {} \
+             transfers under way on {}: its process is stopped (a debugger, SIGSTOP), its host hangs or is down, or the \
+             network between is cut; look at that process and host",
+            self.peer,
+            silence.as_secs_f64(),
+            limit.as_secs_f64(),
+            alert.under_way(),
+            self.route,
+        ));
+        // It may hear although it does not speak.
+        alert.tell(&format!(
+            "it heard nothing from this process for {:.1} s and counts it as dead; was this process stopped?",
+            silence.as_secs_f64()
+        ));
     }
 
     fn on_closed(&self, why: Closed) {

@@ -26,6 +26,7 @@ use mio::unix::SourceFd;
 use mio::{Events, Interest, Registry, Token, Waker};
 use nix::sys::signal::{SigSet, SigmaskHow};
 
+use super::alive::BEAT;
 use super::{Channel, Closed, RendezvousError};
 
 const THREAD: &str = "nccl-rdma-watch";
@@ -37,6 +38,9 @@ const BURST: usize = 64;
 pub trait ControlEvents: Send + Sync {
     /// A frame has come.
     fn on_frame(&self, kind: u8, body: &[u8]);
+    /// Nothing has come for so long, which is more than the keep-alive agreed on allows. At most once; the channel stays
+    /// open, as the peer may still hear. Never called without a keep-alive.
+    fn on_silent(&self, _silence: Duration, _limit: Duration) {}
     /// The channel is over. The last call.
     fn on_closed(&self, why: Closed);
 }
@@ -202,8 +206,13 @@ impl Shared {
         let _ = self.thread.set(thread::current().id());
         let mut events = Events::with_capacity(256);
         let mut work: Vec<Token> = Vec::new();
+        // When to look after the channels with a keep-alive; None: there is none.
+        let mut look: Option<Instant> = None;
         loop {
-            let timeout = if work.is_empty() { self.until_next_timer(Instant::now()) } else { Some(Duration::ZERO) };
+            let now = Instant::now();
+            let timer = self.until_next_timer(now).into_iter();
+            let idle = timer.chain(look.map(|at| at.saturating_duration_since(now))).min();
+            let timeout = if work.is_empty() { idle } else { Some(Duration::ZERO) };
             match poll.poll(&mut events, timeout) {
                 Ok(()) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -218,9 +227,18 @@ impl Shared {
             work.dedup();
             work.retain(|token| {
                 let entry = self.entries.get(token).map(|e| e.clone());
-                entry.is_some_and(|entry| self.tend(&entry))
+                entry.is_some_and(|entry| {
+                    let more = self.tend(&entry);
+                    // Its keep-alive may just have begun.
+                    let first = entry.period().map(|period| Instant::now() + period);
+                    look = look.into_iter().chain(first).min();
+                    more
+                })
             });
             self.tick(Instant::now());
+            if look.is_some_and(|at| at <= Instant::now()) {
+                look = self.look_after_all().map(|period| Instant::now() + period);
+            }
         }
     }
 
@@ -252,6 +270,35 @@ impl Shared {
         }
     }
 
+    /// Keeps every channel with a keep-alive alive; the shortest of their periods.
+    fn look_after_all(&self) -> Option<Duration> {
+        // Writing to sockets with the map locked would hold up those who set connections up.
+        let entries: Vec<Arc<Entry>> = self.entries.iter().map(|e| e.clone()).collect();
+        entries.into_iter().filter_map(|entry| self.look_after(&entry)).min()
+    }
+
+    fn look_after(&self, entry: &Entry) -> Option<Duration> {
+        let Source::Channel(channel) = &entry.source else { return None };
+        let dead = || lock(channel).as_mut().and_then(|channel| channel.look(Instant::now()));
+        // What has come by now speaks for the peer, even if this thread was held up and has not read it yet.
+        if dead().is_some() {
+            if self.tend(entry) {
+                self.kick(entry.token);
+            }
+            if let Some((silence, limit)) = dead() {
+                if let Some(channel) = lock(channel).as_mut() {
+                    channel.end_keep_alive();
+                }
+                entry.call(|callback| {
+                    if let Callback::Control(events) = callback {
+                        events.on_silent(silence, limit);
+                    }
+                });
+            }
+        }
+        entry.period()
+    }
+
     /// Does what an event asks for; true when more is to be done.
     fn tend(&self, entry: &Entry) -> bool {
         match &entry.source {
@@ -263,6 +310,7 @@ impl Shared {
                     };
                     match next {
                         Poll::Pending => return false,
+                        Poll::Ready(Ok(frame)) if frame.kind == BEAT => {}
                         Poll::Ready(Ok(frame)) => entry.call(|callback| {
                             if let Callback::Control(events) = callback {
                                 events.on_frame(frame.kind, &frame.body);
@@ -316,6 +364,14 @@ impl Shared {
 }
 
 impl Entry {
+    /// How often it is to be looked after; None: it has no keep-alive.
+    fn period(&self) -> Option<Duration> {
+        match &self.source {
+            Source::Channel(channel) => lock(channel).as_ref().and_then(Channel::period),
+            Source::Fd(_) | Source::Timer { .. } => None,
+        }
+    }
+
     /// Runs the callback, unless it was closed. A panic of it is not the end of the thread.
     fn call(&self, f: impl FnOnce(&Callback)) {
         let mut callback = lock(&self.callback);
@@ -392,6 +448,14 @@ impl ControlHandle {
         match &entry.source {
             Source::Channel(channel) => lock(channel).as_mut().is_some_and(|c| c.send(kind, body).is_ok()),
             Source::Fd(_) | Source::Timer { .. } => false,
+        }
+    }
+
+    /// Keep-alive frames sent so far.
+    pub fn beats(&self) -> u64 {
+        match &self.0.entry.source {
+            Source::Channel(channel) => lock(channel).as_ref().map_or(0, Channel::beats),
+            Source::Fd(_) | Source::Timer { .. } => 0,
         }
     }
 
