@@ -1,7 +1,8 @@
 //! What the background thread does with the words of the peer after the set-up.
 
-use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::{Duration, Instant};
 
 use crate::config::Config;
 use crate::rendezvous::{Closed, ControlEvents, KeepAlive};
@@ -14,6 +15,18 @@ use super::{Code, NetError};
 pub(super) fn keep_alive(config: &Config) -> Option<KeepAlive> {
     let ms = Duration::from_millis;
     KeepAlive::new(ms(config.keepalive_interval), ms(config.keepalive_timeout))
+}
+
+/// The connections to a process that died fail one after the other within this time.
+const ONE_DEATH: Duration = Duration::from_secs(60);
+
+/// Whether nobody has told yet that this process died: there may be hundreds of connections to it.
+fn first_of(peer: &Who) -> bool {
+    static DEAD: Mutex<Option<HashMap<Who, Instant>>> = Mutex::new(None);
+    let mut dead = DEAD.lock().unwrap_or_else(PoisonError::into_inner);
+    let dead = dead.get_or_insert_default();
+    dead.retain(|_, told| told.elapsed() < ONE_DEATH);
+    dead.insert(peer.clone(), Instant::now()).is_none()
 }
 
 /// The control channel of one connection.
@@ -30,11 +43,23 @@ impl Events {
         Self { alert: Arc::downgrade(alert), peer: peer.clone(), route: route.to_owned() }
     }
 
+    /// Whether it is the first cause.
+    fn record(&self, text: &str) -> bool {
+        self.alert.upgrade().is_some_and(|alert| alert.fail(NetError::new(Code::Remote, text)))
+    }
+
     fn fail(&self, text: String) {
-        if let Some(alert) = self.alert.upgrade()
-            && alert.fail(NetError::new(Code::Remote, text.as_str()))
-        {
+        if self.record(&text) {
             tracing::warn!(target: "init", "{text}");
+        }
+    }
+
+    /// The process is dead, and so are its other connections: one warning is enough for all of them.
+    fn fail_dead(&self, text: String) {
+        match self.record(&text) {
+            false => {}
+            true if first_of(&self.peer) => tracing::warn!(target: "init", "{text}"),
+            true => tracing::info!(target: "init", "{text}"),
         }
     }
 }
@@ -64,7 +89,7 @@ impl ControlEvents for Events {
         if alert.has_closed() || alert.has_failed() {
             return;
         }
-        self.fail(format!(
+        self.fail_dead(format!(
             "peer {} has been silent for {:.1} s, the keep-alive limit is {:.1} s (NCCL_NET_RDMA_KEEPALIVE_TIMEOUT), with {} \
              transfers under way on {}: its process is stopped (a debugger, SIGSTOP), its host hangs or is down, or the \
              network between is cut; look at that process and host",
@@ -86,7 +111,7 @@ impl ControlEvents for Events {
         if self.alert.upgrade().is_none_or(|a| a.has_closed() || a.has_failed()) {
             return;
         }
-        self.fail(format!(
+        self.fail_dead(format!(
             "peer {} is gone ({why}): its process ended or its host is unreachable; look at that rank's own log and exit status",
             self.peer
         ));

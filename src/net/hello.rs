@@ -70,7 +70,7 @@ pub(crate) struct HelloRail {
 }
 
 /// Who the peer is, for every line that names it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Who {
     pub(crate) version: String,
     pub(crate) host: String,
