@@ -13,8 +13,7 @@ use super::{Code, NetError};
 
 /// What this side wants of a connection's keep-alive; None: none.
 pub(super) fn keep_alive(config: &Config) -> Option<KeepAlive> {
-    let ms = Duration::from_millis;
-    KeepAlive::new(ms(config.keepalive_interval), ms(config.keepalive_timeout))
+    KeepAlive::new(config.keepalive_interval, config.keepalive_timeout)
 }
 
 /// The connections to a process that died fail one after the other within this time.

@@ -14,20 +14,20 @@ const BEATS_PER_LIMIT: u32 = 3;
 /// Looks per interval: what is due is noticed late by one of them at most.
 const LOOKS_PER_INTERVAL: u32 = 4;
 
-/// The terms of a keep-alive.
+/// The terms of a keep-alive, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KeepAlive {
     /// A side that has sent nothing for so long sends a beat.
-    interval: Duration,
+    interval: u32,
     /// A side from which nothing came for so long counts as dead.
-    limit: Duration,
+    limit: u32,
 }
 
 impl KeepAlive {
-    /// None where either is 0: no keep-alive. The interval is cut to a third of the limit.
-    pub fn new(interval: Duration, limit: Duration) -> Option<Self> {
+    /// Of times in milliseconds. None where either is 0: no keep-alive. The interval is cut to a third of the limit.
+    pub fn new(interval: u32, limit: u32) -> Option<Self> {
         let interval = interval.min(limit / BEATS_PER_LIMIT);
-        (interval >= Duration::from_millis(1)).then_some(Self { interval, limit })
+        (interval > 0).then_some(Self { interval, limit })
     }
 
     /// What both sides keep: the longer times.
@@ -37,26 +37,29 @@ impl KeepAlive {
 
     /// The silence after which the peer counts as dead.
     pub fn limit(&self) -> Duration {
-        self.limit
+        ms(self.limit)
+    }
+
+    fn interval(&self) -> Duration {
+        ms(self.interval)
     }
 
     /// Milliseconds of interval and limit, little-endian.
     pub fn encode(&self) -> [u8; 8] {
-        let [a, b, c, d] = millis(self.interval);
-        let [e, f, g, h] = millis(self.limit);
+        let [a, b, c, d] = self.interval.to_le_bytes();
+        let [e, f, g, h] = self.limit.to_le_bytes();
         [a, b, c, d, e, f, g, h]
     }
 
     /// None from a peer that has no keep-alive. What follows is left to later versions.
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let &[a, b, c, d, e, f, g, h, ..] = bytes else { return None };
-        let read = |bytes| Duration::from_millis(u64::from(u32::from_le_bytes(bytes)));
-        Self::new(read([a, b, c, d]), read([e, f, g, h]))
+        Self::new(u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]))
     }
 }
 
-fn millis(time: Duration) -> [u8; 4] {
-    u32::try_from(time.as_millis()).unwrap_or(u32::MAX).to_le_bytes()
+fn ms(time: u32) -> Duration {
+    Duration::from_millis(u64::from(time))
 }
 
 /// What is to be done for a channel now.
@@ -109,19 +112,19 @@ impl Pulse {
 
     /// How often [`Self::look`] is to be called.
     pub(super) fn period(&self) -> Duration {
-        (self.terms.interval / LOOKS_PER_INTERVAL).max(Duration::from_millis(1))
+        (self.terms.interval() / LOOKS_PER_INTERVAL).max(Duration::from_millis(1))
     }
 
     pub(super) fn look(&mut self, now: Instant) -> Due {
         // This side itself was stopped, as a whole job may be: what the peer did meanwhile says nothing.
-        if now.saturating_duration_since(self.looked) > self.terms.limit / 2 {
+        if now.saturating_duration_since(self.looked) > self.terms.limit() / 2 {
             self.heard = now;
         }
         self.looked = now;
         let silent = now.saturating_duration_since(self.heard);
-        if silent > self.terms.limit {
+        if silent > self.terms.limit() {
             Due::Dead(silent)
-        } else if now.saturating_duration_since(self.sent) >= self.terms.interval {
+        } else if now.saturating_duration_since(self.sent) >= self.terms.interval() {
             Due::Beat
         } else {
             Due::Nothing
@@ -137,13 +140,13 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn terms(interval: u32, limit: u32) -> KeepAlive {
-        KeepAlive::new(MS * interval, MS * limit).expect("on")
+        KeepAlive::new(interval, limit).expect("on")
     }
 
     #[test]
     fn zero_turns_it_off() {
-        assert_eq!(KeepAlive::new(Duration::ZERO, MS * 900), None);
-        assert_eq!(KeepAlive::new(MS * 100, Duration::ZERO), None);
+        assert_eq!(KeepAlive::new(0, 900), None);
+        assert_eq!(KeepAlive::new(100, 0), None);
         assert_eq!(KeepAlive::decode(&[]), None);
         assert_eq!(KeepAlive::decode(&[0; 8]), None);
     }

@@ -503,7 +503,7 @@ mod tests {
 
     use super::*;
     use crate::rendezvous::tests::{pair, recv};
-    use crate::rendezvous::{Frame, MAX_BODY};
+    use crate::rendezvous::{Frame, KeepAlive, MAX_BODY};
 
     const LONG: Duration = Duration::from_secs(20);
     const SHORT: Duration = Duration::from_millis(50);
@@ -511,6 +511,7 @@ mod tests {
     #[derive(Debug, PartialEq, Eq)]
     enum Told {
         Frame(u8, Vec<u8>),
+        Silent,
         Closed(Closed),
     }
 
@@ -520,6 +521,11 @@ mod tests {
     impl ControlEvents for Tell {
         fn on_frame(&self, kind: u8, body: &[u8]) {
             let _ = self.0.send(Told::Frame(kind, body.to_vec()));
+        }
+
+        fn on_silent(&self, silence: Duration, limit: Duration) {
+            assert!(silence > limit);
+            let _ = self.0.send(Told::Silent);
         }
 
         fn on_closed(&self, why: Closed) {
@@ -786,6 +792,37 @@ mod tests {
         drop(near);
         assert_eq!(told(&rx), Told::Closed(Closed::Eof));
         assert_eq!(rx.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn a_peer_that_says_nothing_is_told_of_once_and_can_still_hear() {
+        let (mut near, mut far) = pair();
+        let start = Instant::now();
+        far.keep_alive(KeepAlive::new(20, 60).unwrap());
+        let (handle, rx) = adopt(far);
+        assert_eq!(told(&rx), Told::Silent);
+        assert!(start.elapsed() > Duration::from_millis(60));
+        assert!(handle.send(1, b"why"));
+        // The beats before it are not the caller's; the terms in the first one make this side beat.
+        assert_eq!(recv(&mut near).unwrap(), Frame { kind: 1, body: b"why".to_vec() });
+        assert_eq!(near.beats(), 1);
+        near.send(2, b"late").unwrap();
+        assert_eq!(told(&rx), Told::Frame(2, b"late".to_vec()));
+        assert_eq!(rx.recv_timeout(SHORT * 4), Err(RecvTimeoutError::Timeout));
+    }
+
+    #[test]
+    fn two_watched_ends_keep_each_other_alive() {
+        let (near, mut far) = pair();
+        far.keep_alive(KeepAlive::new(20, 300).unwrap());
+        let ((near, near_rx), (far, far_rx)) = (adopt(near), adopt(far));
+        let start = Instant::now();
+        assert_eq!(near_rx.recv_timeout(Duration::from_secs(1)), Err(RecvTimeoutError::Timeout));
+        assert_eq!(far_rx.try_iter().count(), 0);
+        for end in [near, far] {
+            let (beats, most) = (end.beats(), 1 + start.elapsed().as_millis() / 20);
+            assert!(beats > 3 && u128::from(beats) <= most, "{beats} beats, at most {most}");
+        }
     }
 
     struct Panics(Sender<u8>);
