@@ -3,6 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 use crate::memory::Memory;
 use crate::net::{self, Accepting, Comm, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
@@ -221,7 +222,7 @@ unsafe extern "C" fn reg_mr(
         // SAFETY: NCCL keeps the range mapped until deregMr.
         let handle = unsafe { comm.register(data as u64, size, memory) }?;
         // SAFETY: as above.
-        unsafe { out.write(Box::into_raw(handle).cast()) };
+        unsafe { out.write(Arc::into_raw(handle).cast_mut().cast()) };
         Ok(())
     })
 }
@@ -250,7 +251,7 @@ unsafe extern "C" fn reg_mr_dma_buf(
         // SAFETY: NCCL passes a comm of ours.
         let handle = unsafe { comm(comm_) }?.register_dmabuf(data as u64, size, offset, fd)?;
         // SAFETY: as above.
-        unsafe { out.write(Box::into_raw(handle).cast()) };
+        unsafe { out.write(Arc::into_raw(handle).cast_mut().cast()) };
         Ok(())
     })
 }
@@ -261,7 +262,7 @@ unsafe extern "C" fn dereg_mr(comm_: *mut c_void, mhandle: *mut c_void) -> ncclR
         // SAFETY: NCCL passes a comm of ours.
         let comm = unsafe { comm(comm_) }?;
         // SAFETY: from regMr, given back once.
-        comm.deregister(unsafe { Box::from_raw(handle.as_ptr()) });
+        comm.deregister(unsafe { Arc::from_raw(handle.as_ptr()) });
         Ok(())
     })
 }

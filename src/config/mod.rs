@@ -206,6 +206,8 @@ settings! {
     strict: bool = false, "NCCL_NET_RDMA_STRICT", Any, "1: without a usable device the job stops instead of falling back";
     port_range: Option<RangeInclusive<u16>> = None, "NCCL_NET_RDMA_PORT_RANGE", Any, "TCP ports for connection set-up: first-last; unset: any";
     connect_timeout: Duration = Duration::from_secs(300), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take; a peer that can't be reached at all is given up after 60";
+    keepalive_interval: u32 = 5000, "NCCL_NET_RDMA_KEEPALIVE_INTERVAL", Range(0, 3_600_000), "ms after which a side of a connection that had nothing to say sends a keep-alive over TCP, at most a third of the timeout; both sides keep the longer of their values; 0 on either: none";
+    keepalive_timeout: u32 = 20_000, "NCCL_NET_RDMA_KEEPALIVE_TIMEOUT", Range(0, 86_400_000), "ms without a sign of life after which the peer counts as dead, also when its process is merely stopped (a debugger, SIGSTOP); both sides keep the longer of their values; 0 on either: never";
     split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
     peermem: PeerMemory = PeerMemory::Auto, "NCCL_NET_RDMA_PEERMEM", Any, "GPU memory by nvidia_peermem: auto: where /sys/kernel/mm/memory_peers has it; on: although that is hidden (a container, a software adapter); off";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";

@@ -2,10 +2,14 @@
 //! device event), loaded by every call of the data path.
 
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use crate::rendezvous::ControlHandle;
+
 use super::NetError;
+use super::comm::MrHandle;
+use super::hello::kind;
 
 const FAILED: u32 = 1;
 const PEER_CLOSED: u32 = 2;
@@ -18,6 +22,10 @@ const GRACE: Duration = Duration::from_secs(2);
 pub(crate) struct Alert {
     word: AtomicU32,
     cold: Mutex<Cold>,
+    /// The way to the peer, once the connection stands. It is here so that the background thread can use it, too.
+    control: OnceLock<ControlHandle>,
+    /// What NCCL has registered: these know how much is under way.
+    handles: Mutex<Vec<Weak<MrHandle>>>,
 }
 
 #[derive(Debug, Default)]
@@ -58,6 +66,42 @@ impl Alert {
             self.word.fetch_or(FAILED, Ordering::Release);
         }
         first
+    }
+
+    /// The connection stands. What ended it before, during its set-up, is told now.
+    pub(super) fn stands(&self, control: ControlHandle) {
+        // Set once, by the set-up.
+        let _ = self.control.set(control);
+        if let Some(Attention::Failed(cause)) = self.attention() {
+            self.tell(&cause.text);
+        }
+    }
+
+    pub(super) fn control(&self) -> Option<&ControlHandle> {
+        self.control.get()
+    }
+
+    /// Tells the peer why this side ends the connection.
+    pub(super) fn tell(&self, why: &str) {
+        if let Some(control) = self.control.get() {
+            control.send(kind::FAILED, why.as_bytes());
+        }
+    }
+
+    fn handles(&self) -> MutexGuard<'_, Vec<Weak<MrHandle>>> {
+        self.handles.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A registration was made.
+    pub(super) fn remember(&self, handle: &Arc<MrHandle>) {
+        let mut handles = self.handles();
+        handles.retain(|h| h.strong_count() > 0);
+        handles.push(Arc::downgrade(handle));
+    }
+
+    /// Transfers under way, as far as another thread than that of the data path can tell.
+    pub(super) fn under_way(&self) -> u32 {
+        self.handles().iter().filter_map(Weak::upgrade).map(|h| h.in_flight()).sum()
     }
 
     /// The peer closed in good order.

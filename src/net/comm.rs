@@ -11,7 +11,6 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Memory, Pages, Registration};
-use crate::rendezvous::ControlHandle;
 use crate::transfer::{
     Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, QpSet, RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS,
     SendProgress, Sender,
@@ -38,7 +37,6 @@ pub enum Comm {
 /// What both directions have.
 #[derive(Debug)]
 pub(super) struct Base {
-    pub(super) control: ControlHandle,
     pub(super) alert: Arc<Alert>,
     pub(super) qps: Arc<QpSet>,
     /// Local ports by rail.
@@ -49,8 +47,7 @@ pub(super) struct Base {
     /// Worst case in seconds until the NIC gives up on a peer that does not answer.
     pub(super) nic_patience: f64,
     /// Registrations that were given back while traffic used them; kept until the QPs are gone.
-    #[expect(clippy::vec_box, reason = "requests point into the handles, so they must not move")]
-    pub(super) graveyard: Mutex<Vec<Box<MrHandle>>>,
+    pub(super) graveyard: Mutex<Vec<Arc<MrHandle>>>,
     pub(super) fenced: Mutex<bool>,
 }
 
@@ -82,9 +79,16 @@ unsafe impl Send for Comm {}
 /// What NCCL holds of a registration.
 #[derive(Debug)]
 pub struct MrHandle {
-    /// By rail; dropped with the handle.
-    registrations: Vec<Registration>,
+    /// By rail; given up when NCCL gives the handle back, whoever still looks at the keys.
+    registrations: Mutex<Vec<Registration>>,
     keys: Keys,
+}
+
+impl MrHandle {
+    /// Requests that use it now.
+    pub(super) fn in_flight(&self) -> u32 {
+        self.keys.in_flight()
+    }
 }
 
 /// The buffers of an irecv or iflush.
@@ -162,23 +166,13 @@ impl Base {
     fn end(&self, error: NetError) -> NetError {
         if self.alert.fail(error.clone()) {
             tracing::warn!(target: "init", "{}", error.text);
-            self.halt(&error);
+            self.alert.tell(&error.text);
+            self.fence();
             return error;
         }
         match self.alert.attention() {
             Some(Attention::Failed(cause)) => cause,
             _ => error,
-        }
-    }
-
-    /// Ends the traffic and tells the peer why, once. The thread that reads device events only raises the alert, so the
-    /// next call comes here too.
-    #[cold]
-    fn halt(&self, cause: &NetError) {
-        let fenced = *self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
-        if !fenced {
-            self.control.send(kind::FAILED, cause.text.as_bytes());
-            self.fence();
         }
     }
 
@@ -243,7 +237,7 @@ impl Base {
         &self,
         flushed: bool,
         one: impl Fn(&Port) -> Result<Registration, NetError>,
-    ) -> Result<Box<MrHandle>, NetError> {
+    ) -> Result<Arc<MrHandle>, NetError> {
         let mut registrations = Vec::with_capacity(self.ports.len());
         let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
         for (rail, port) in self.ports.iter().enumerate() {
@@ -254,20 +248,28 @@ impl Base {
             rkeys[rail] = registration.rkey();
             registrations.push(registration);
         }
-        Ok(Box::new(MrHandle { registrations, keys: Keys::new(lkeys, rkeys, flushed) }))
+        let keys = Keys::new(lkeys, rkeys, flushed);
+        let handle = Arc::new(MrHandle { registrations: Mutex::new(registrations), keys });
+        self.alert.remember(&handle);
+        Ok(handle)
     }
 
     /// The end of a connection: last word, fence, and the control channel closes.
     fn close(&self, complete: bool, received: u32) {
         let complete = complete && !self.alert.has_failed();
-        self.control.send(kind::BYE, &Bye { complete, received }.encode());
+        let control = self.alert.control();
+        if let Some(control) = control {
+            control.send(kind::BYE, &Bye { complete, received }.encode());
+        }
         if !complete {
             self.fence();
         }
         for (rail, port) in self.ports.iter().enumerate() {
             port.events.forget(self.qps.qp_nums(rail));
         }
-        self.control.close();
+        if let Some(control) = control {
+            control.close();
+        }
     }
 }
 
@@ -283,6 +285,11 @@ impl Comm {
             Self::Send(c) => &c.base,
             Self::Recv(c) => &c.base,
         }
+    }
+
+    #[cfg(test)]
+    pub(super) fn alert(&self) -> &Alert {
+        &self.base().alert
     }
 
     /// Whether what arrives in such memory is flushed.
@@ -309,7 +316,7 @@ impl Comm {
     ///
     /// # Safety
     /// The range stays mapped until the handle is given back by [`Comm::deregister`].
-    pub unsafe fn register(&self, address: u64, length: usize, memory: Memory) -> Result<Box<MrHandle>, NetError> {
+    pub unsafe fn register(&self, address: u64, length: usize, memory: Memory) -> Result<Arc<MrHandle>, NetError> {
         let flushed = self.flushes(memory);
         let access = self.access(flushed);
         self.base().register(flushed, |port| {
@@ -329,7 +336,7 @@ impl Comm {
         length: usize,
         offset: u64,
         fd: BorrowedFd<'_>,
-    ) -> Result<Box<MrHandle>, NetError> {
+    ) -> Result<Arc<MrHandle>, NetError> {
         let flushed = self.flushes(Memory::Gpu);
         let access = self.access(flushed);
         self.base().register(flushed, |port| {
@@ -344,8 +351,8 @@ impl Comm {
 
     /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
     /// nothing lands in memory that NCCL is about to free.
-    pub fn deregister(&self, mut handle: Box<MrHandle>) {
-        if handle.keys.in_flight() > 0 {
+    pub fn deregister(&self, handle: Arc<MrHandle>) {
+        if handle.in_flight() > 0 {
             let base = self.base();
             let aborted = NetError::new(
                 Code::Remote,
@@ -353,14 +360,15 @@ impl Comm {
             );
             if base.alert.fail(aborted) {
                 tracing::info!(target: "net", "connection to peer {} aborted by deregistration", base.peer);
-                base.control.send(kind::FAILED, b"aborted by the application");
+                base.alert.tell("aborted by the application");
             }
             base.fence();
-            // The memory region goes now: NCCL frees the memory, and what is at its addresses next must not find it in the
-            // cache. Only the keys stay, to which the data path may still hold a pointer.
-            handle.registrations.clear();
-            base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+            // The data path may still hold a pointer to the keys.
+            base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&handle));
         }
+        // The memory region goes now, whoever still looks at the keys: NCCL frees the memory next, and what is at its
+        // addresses then must not find it in the cache.
+        handle.registrations.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     #[inline]
@@ -506,7 +514,7 @@ impl SendComm {
         match self.base.alert.attention() {
             None => Ok(()),
             Some(Attention::Failed(cause)) => {
-                self.base.halt(&cause);
+                self.base.fence();
                 Err(cause)
             }
             Some(Attention::PeerClosed { received, .. }) => {
@@ -543,7 +551,7 @@ impl RecvComm {
     fn mind(&self) -> Result<(), NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => {
-                self.base.halt(&cause);
+                self.base.fence();
                 Err(cause)
             }
             _ => Ok(()),
@@ -570,7 +578,7 @@ mod tests {
     use crate::net::tests::{Warnings, connection, engine, until};
 
     /// Registers an array on a comm; it must outlive the comm.
-    fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Box<MrHandle> {
+    fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Arc<MrHandle> {
         // SAFETY: by this function's contract.
         unsafe { comm.register(array.as_ptr() as u64, N, Memory::Host) }.expect("a registration")
     }
@@ -613,12 +621,13 @@ mod tests {
         let (send, recv) = connection(&engine);
         let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
         let receive = irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
-        // As the background thread does.
-        send.base().alert.fail(NetError::new(Code::System, "QP_FATAL"));
-        let error = isend(&send, &from, &send_mr).expect_err("it failed");
-        assert_eq!(error.text, "QP_FATAL");
+        // As the background thread does. The sending side makes no call, yet the receiving side hears of it.
+        let own: Vec<u32> = send.base().qps.qp_nums(0).collect();
+        send.base().ports[0].events.fail("soft_0", "QP_FATAL", |qp, _| own.contains(&qp));
         let told = until("the peer's error", || test(receive).err());
-        assert!(told.text.contains("QP_FATAL"), "{told}");
+        assert!(told.text.contains("soft_0: QP_FATAL"), "{told}");
+        let error = isend(&send, &from, &send_mr).expect_err("it failed");
+        assert_eq!(error.text, "soft_0: QP_FATAL");
         close(send);
         close(recv);
     }

@@ -174,7 +174,8 @@ impl Connecting {
                         Poll::Pending => return again(Stage::Raising(channel, side, answer)),
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut channel, e)),
                         Poll::Ready(Ok(())) => {
-                            channel.send(kind::READY, &[]).map_err(|e| lost(&channel, &e.to_string()))?;
+                            let terms = control::keep_alive(config).map_or_else(Vec::new, |k| k.encode().to_vec());
+                            channel.send(kind::READY, &terms).map_err(|e| lost(&channel, &e.to_string()))?;
                             return finish(channel, side, &answer, config).map(Step::Done);
                         }
                     }
@@ -343,16 +344,16 @@ pub(super) fn base(
     for (rail, port) in ports.iter().enumerate() {
         port.events.remember(port.num, qps.qp_nums(rail), &alert);
     }
-    let control =
-        Watcher::global().and_then(|w| w.adopt(channel, Arc::new(control::Events::new(&alert, &peer)))).map_err(
-            |e| NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}")),
-        )?;
+    let events = Arc::new(control::Events::new(&alert, &peer, &routes[0]));
+    let control = Watcher::global().and_then(|w| w.adopt(channel, events)).map_err(|e| {
+        NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}"))
+    })?;
+    alert.stands(control);
     let nic_patience = match config.ib_timeout {
         0 => f64::INFINITY,
         t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),
     };
     Ok(Base {
-        control,
         alert,
         qps,
         ports,

@@ -56,7 +56,7 @@ impl DeviceEvents {
         self.state().ports.get(&port).map_or(0, |p| p.gid_epoch)
     }
 
-    fn fail(&self, device: &str, text: &str, which: impl Fn(u32, u8) -> bool) {
+    pub(super) fn fail(&self, device: &str, text: &str, which: impl Fn(u32, u8) -> bool) {
         let hit: Vec<Arc<Alert>> = self
             .state()
             .comms
@@ -65,7 +65,11 @@ impl DeviceEvents {
             .filter_map(|(_, (_, a))| a.upgrade())
             .collect();
         for alert in hit {
-            alert.fail(NetError::new(Code::System, format!("{device}: {text}")));
+            // NCCL may make no call for long, and the peer waits.
+            let error = NetError::new(Code::System, format!("{device}: {text}"));
+            if alert.fail(error.clone()) {
+                alert.tell(&error.text);
+            }
         }
     }
 }

@@ -13,7 +13,8 @@ pub(crate) mod kind {
     pub(crate) const OFFER: u8 = 1;
     /// Accepting side: a [`super::Hello`] with the pairs that were agreed; its QPs can receive.
     pub(crate) const ANSWER: u8 = 2;
-    /// Connecting side: its QPs can receive; no body.
+    /// Connecting side: its QPs can receive. The body is its [`crate::rendezvous::KeepAlive`]; empty: none, as from a
+    /// plugin that has none.
     pub(crate) const READY: u8 = 3;
     /// Either side, any time: the first cause of a failure, text.
     pub(crate) const FAILED: u8 = 4;
@@ -69,7 +70,7 @@ pub(crate) struct HelloRail {
 }
 
 /// Who the peer is, for every line that names it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Who {
     pub(crate) version: String,
     pub(crate) host: String,

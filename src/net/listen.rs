@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use crate::config::Config;
 use crate::memory::Pages;
-use crate::rendezvous::{Channel, HANDLE_BYTES, Limits, Listener};
+use crate::rendezvous::{Channel, HANDLE_BYTES, KeepAlive, Limits, Listener};
 use crate::topology::{ifaces, rails};
 use crate::transfer::credit::{CreditRing, Stride};
 use crate::transfer::{QpSet, Receiver, ReceiverParts};
@@ -21,7 +21,7 @@ use super::device::{Device, Port};
 use super::endpoint::{Draft, Role};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, kind};
-use super::{Code, NetError};
+use super::{Code, NetError, control};
 
 type Rx = Receiver<Arc<QpSet>>;
 /// (rail of the connecting side, rail of this side).
@@ -183,7 +183,10 @@ impl Pending {
                             ..self
                         })));
                     }
-                    Some((kind::READY, _)) => {
+                    Some((kind::READY, body)) => {
+                        if let (Some(ours), Some(theirs)) = (control::keep_alive(config), KeepAlive::decode(&body)) {
+                            self.channel.keep_alive(ours.agree(theirs));
+                        }
                         return finish(self.channel, draft, ground, &offer, device, config).map(Step::Done);
                     }
                     Some((kind, _)) => return Err(refuse(&mut self.channel, format!("unexpected message {kind}"))),

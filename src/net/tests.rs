@@ -1,8 +1,11 @@
 //! Connections of the engine over soft-hca, both ends in this process.
 
+use std::io::{Read as _, Write as _};
+use std::net::{Shutdown, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::*;
@@ -107,14 +110,20 @@ pub(super) fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {
 
 /// The sending and the receiving comm of a connection of device 0 with itself.
 pub(super) fn connection(engine: &Engine) -> (Box<Comm>, Box<Comm>) {
-    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    connection_by(engine, engine, |_| {})
+}
+
+/// A connection of two engines, which may have other settings; `way` may redirect the handle.
+fn connection_by(from: &Engine, to: &Engine, way: impl FnOnce(&mut [u8; HANDLE_BYTES])) -> (Box<Comm>, Box<Comm>) {
+    let (mut listener, mut handle) = to.listen(0).expect("a listener");
+    way(&mut handle);
     let (mut send, mut recv) = (None, None);
     until("connection", || {
         if send.is_none() {
-            send = engine.connect(0, &mut handle).expect("connect");
+            send = from.connect(0, &mut handle).expect("connect");
         }
         if recv.is_none() {
-            recv = engine.accept(&mut listener).expect("accept");
+            recv = to.accept(&mut listener).expect("accept");
         }
         (send.is_some() && recv.is_some()).then_some(())
     });
@@ -214,4 +223,130 @@ fn an_accept_that_fails_at_its_end_tells_why() {
     assert!(why.text.contains("ibv_create_qp"), "{why}");
     let told = told.unwrap_or_else(|| until("connect's error", || engine.connect(0, &mut handle).err()));
     assert!(told.text.contains("ibv_create_qp"), "{told}");
+}
+
+/// A keep-alive whose limit passes while a test waits.
+const BRISK: [(&str, &str); 2] =
+    [("NCCL_NET_RDMA_KEEPALIVE_INTERVAL", "100"), ("NCCL_NET_RDMA_KEEPALIVE_TIMEOUT", "600")];
+const BRISK_INTERVAL: Duration = Duration::from_millis(100);
+const BRISK_LIMIT: Duration = Duration::from_millis(600);
+
+fn beats(comm: &Comm) -> u64 {
+    comm.alert().control().expect("it stands").beats()
+}
+
+fn close_both((send, recv): (Box<Comm>, Box<Comm>)) {
+    for comm in [send, recv] {
+        // SAFETY: nothing runs on it.
+        unsafe { comm.close() };
+    }
+}
+
+#[test]
+fn an_idle_connection_beats_as_often_as_agreed_and_stays() {
+    // The interval of one end and the limit of the other.
+    let rarely = engine(&[BRISK[0], ("NCCL_NET_RDMA_KEEPALIVE_TIMEOUT", "400")]);
+    let often = engine(&[("NCCL_NET_RDMA_KEEPALIVE_INTERVAL", "20"), BRISK[1]]);
+    for (from, to) in [(&rarely, &often), (&often, &rarely)] {
+        let start = Instant::now();
+        let ends = connection_by(from, to, |_| {});
+        std::thread::sleep(BRISK_LIMIT * 3);
+        for end in [&ends.0, &ends.1] {
+            let sent = beats(end);
+            // The first one comes at once.
+            let most = 1 + start.elapsed().as_millis() / BRISK_INTERVAL.as_millis();
+            assert!(sent >= 3 && u128::from(sent) <= most, "{sent} beats, at most {most}");
+            assert!(!end.alert().raised());
+        }
+        close_both(ends);
+    }
+}
+
+/// An end without keep-alive says the same as a plugin that knows of none.
+#[test]
+fn one_end_without_keep_alive_is_enough_to_have_none() {
+    let on = engine(&BRISK);
+    for off in [("NCCL_NET_RDMA_KEEPALIVE_INTERVAL", "0"), ("NCCL_NET_RDMA_KEEPALIVE_TIMEOUT", "0")] {
+        let off = engine(&[off]);
+        for (from, to) in [(&on, &off), (&off, &on)] {
+            let ends = connection_by(from, to, |_| {});
+            std::thread::sleep(BRISK_LIMIT * 2);
+            for end in [&ends.0, &ends.1] {
+                assert_eq!(beats(end), 0);
+                assert!(!end.alert().raised());
+            }
+            close_both(ends);
+        }
+    }
+}
+
+/// Carries bytes between the two ends of one connection until it is told to be a black hole.
+fn black_hole(handle: &mut [u8; HANDLE_BYTES]) -> Arc<AtomicBool> {
+    let door = Handle::decode(handle).expect("a handle").addr();
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    // Where a handle keeps its port.
+    handle[8..10].copy_from_slice(&listener.local_addr().expect("bound").port().to_le_bytes());
+    let cut = Arc::new(AtomicBool::new(false));
+    std::thread::spawn({
+        let cut = Arc::clone(&cut);
+        move || {
+            let near = listener.accept().expect("the connecting end").0;
+            let far = TcpStream::connect(door).expect("the accepting end");
+            let carry = |mut from: TcpStream, mut to: TcpStream| {
+                let cut = Arc::clone(&cut);
+                move || {
+                    let mut bytes = [0; 4096];
+                    while let Ok(n @ 1..) = from.read(&mut bytes) {
+                        if !cut.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
+                            break;
+                        }
+                    }
+                    // Seen only where bytes still pass.
+                    if !cut.load(Ordering::SeqCst) {
+                        let _ = to.shutdown(Shutdown::Both);
+                    }
+                }
+            };
+            let back = carry(far.try_clone().expect("a copy"), near.try_clone().expect("a copy"));
+            std::thread::scope(|s| {
+                s.spawn(back);
+                carry(near, far)();
+            });
+        }
+    });
+    cut
+}
+
+/// No end of stream, no reset: both ends find out by themselves, the one with a receive open and the idle one.
+#[test]
+fn a_black_hole_is_noticed_by_both_ends() {
+    let engine = engine(&BRISK);
+    let mut cut = None;
+    let (send, recv) = connection_by(&engine, &engine, |handle| cut = Some(black_hole(handle)));
+    let data = [0u8; 8];
+    // SAFETY: the array outlives the comm.
+    let mr = unsafe { recv.register(data.as_ptr() as u64, 8, Memory::Host) }.expect("a registration");
+    let mut buffers = Buffers::new();
+    buffers.push(data.as_ptr() as u64, 8, 0, &mr);
+    // SAFETY: one call at a time.
+    let request = unsafe { recv.irecv(&buffers) }.expect("no fault").expect("room");
+    std::thread::sleep(BRISK_LIMIT * 2);
+    assert!(!send.alert().raised() && !recv.alert().raised());
+    let start = Instant::now();
+    cut.expect("a way").store(true, Ordering::SeqCst);
+    // SAFETY: as above.
+    let error = until("the error", || unsafe { Comm::test(request) }.err());
+    let after = start.elapsed();
+    assert!(after + BRISK_INTERVAL * 2 >= BRISK_LIMIT && after < BRISK_LIMIT * 5, "{after:?}");
+    assert_eq!(error.code, Code::Remote);
+    let pid = format!("pid {} has been silent for", std::process::id());
+    for part in [&*pid, "limit is 0.6 s", "with 1 transfers under way", "soft_0:1"] {
+        assert!(error.text.contains(part), "{part} is missing: {error}");
+    }
+    let idle = until("the idle end's error", || match send.alert().attention() {
+        Some(alert::Attention::Failed(error)) => Some(error),
+        _ => None,
+    });
+    assert!(idle.text.contains("has been silent for") && idle.text.contains("with 0 transfers"), "{idle}");
+    close_both((send, recv));
 }

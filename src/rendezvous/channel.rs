@@ -4,7 +4,9 @@ use std::io;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::task::Poll;
+use std::time::{Duration, Instant};
 
+use super::alive::{BEAT, Due, KeepAlive, Pulse};
 use super::frame::{Decoder, Frame, MAX_BODY, MAX_KIND, Outbox};
 use super::{Closed, RendezvousError, socket};
 
@@ -23,13 +25,15 @@ pub struct Channel {
     local: SocketAddr,
     /// Why writing failed: reading goes on, since the peer's last words may still be there.
     broken: Option<i32>,
+    /// Where a keep-alive is agreed on and the peer not yet given up.
+    pulse: Option<Box<Pulse>>,
 }
 
 impl Channel {
     pub(super) fn new(stream: TcpStream, peer: SocketAddr, input: Decoder, out: Outbox) -> io::Result<Self> {
         socket::settle(&stream)?;
         let local = stream.local_addr()?;
-        Ok(Self { stream, input, out, peer, local, broken: None })
+        Ok(Self { stream, input, out, peer, local, broken: None, pulse: None })
     }
 
     /// Address of the other side.
@@ -53,11 +57,66 @@ impl Channel {
         if self.out.len() + body.len() > MAX_QUEUED {
             return Err(RendezvousError::Backlog { peer: self.peer, queued: self.out.len() });
         }
+        self.push(kind, body)
+    }
+
+    fn push(&mut self, kind: u8, body: &[u8]) -> Result<(), RendezvousError> {
         self.out.push(kind, body);
+        if let Some(pulse) = &mut self.pulse {
+            pulse.sent(Instant::now());
+        }
         match self.poll_flush() {
             Poll::Ready(result) => result,
             Poll::Pending => Ok(()),
         }
+    }
+
+    /// Begins a keep-alive on the terms agreed on, which the peer is told of. The accepting side's part; the connecting
+    /// side begins by itself when it is told.
+    pub fn keep_alive(&mut self, terms: KeepAlive) {
+        self.pulse = Some(Box::new(Pulse::new(terms, Instant::now())));
+        self.beat(&terms.encode());
+    }
+
+    fn beat(&mut self, body: &[u8]) {
+        if let Some(pulse) = &mut self.pulse {
+            pulse.count();
+        }
+        // A failure to write shows itself when the last frame is read.
+        let _ = self.push(BEAT, body);
+    }
+
+    /// Beats sent so far.
+    pub(super) fn beats(&self) -> u64 {
+        self.pulse.as_ref().map_or(0, |pulse| pulse.beats())
+    }
+
+    /// Sends a beat if it is time to; the silence of a peer that is dead, and the limit that it exceeds.
+    pub(super) fn look(&mut self, now: Instant) -> Option<(Duration, Duration)> {
+        let pulse = self.pulse.as_mut()?;
+        match pulse.look(now) {
+            Due::Nothing => None,
+            // The peer does not even take what waits already.
+            Due::Beat if self.out.len() > 0 => {
+                let _ = self.poll_flush();
+                None
+            }
+            Due::Beat => {
+                self.beat(&[]);
+                None
+            }
+            Due::Dead(silence) => Some((silence, pulse.terms().limit())),
+        }
+    }
+
+    /// How often to [`Self::look`]; None: there is no keep-alive.
+    pub(super) fn period(&self) -> Option<Duration> {
+        self.pulse.as_ref().map(|pulse| pulse.period())
+    }
+
+    /// The peer was given up: it is neither listened for nor told that this side lives.
+    pub(super) fn end_keep_alive(&mut self) {
+        self.pulse = None;
     }
 
     /// Writes what is queued; pending while the socket does not take all of it.
@@ -79,10 +138,15 @@ impl Channel {
     /// The next frame. Writes first what is still queued, so that a side that only waits has said what it had to say.
     /// Pending means that everything that has come was read.
     pub fn recv(&mut self) -> Poll<Result<Frame, RendezvousError>> {
-        self.next().map_err(|why| self.closed(why))
+        loop {
+            match self.next() {
+                Poll::Ready(Ok(frame)) if frame.kind == BEAT => {}
+                other => return other.map_err(|why| self.closed(why)),
+            }
+        }
     }
 
-    /// [`Self::recv`] with the bare reason.
+    /// [`Self::recv`] with the bare reason, and with beats, which are dealt with: the caller only counts them.
     pub(super) fn next(&mut self) -> Poll<Result<Frame, Closed>> {
         if self.out.len() > 0 {
             // A failure to write shows itself when the last frame is read.
@@ -91,6 +155,15 @@ impl Channel {
         loop {
             match self.input.next() {
                 Ok(Some(frame)) if frame.kind <= MAX_KIND => return Poll::Ready(Ok(frame)),
+                Ok(Some(frame)) if frame.kind == BEAT => {
+                    if self.pulse.is_none()
+                        && let Some(terms) = KeepAlive::decode(&frame.body)
+                    {
+                        self.pulse = Some(Box::new(Pulse::new(terms, Instant::now())));
+                        self.beat(&[]);
+                    }
+                    return Poll::Ready(Ok(frame));
+                }
                 Ok(None) => {}
                 _ => return Poll::Ready(Err(Closed::Garbage)),
             }
@@ -101,7 +174,12 @@ impl Channel {
                     Some(errno) if errno != libc::EPIPE => Closed::Reset(errno),
                     _ => Closed::Eof,
                 },
-                Poll::Ready(Ok(_)) => continue,
+                Poll::Ready(Ok(_)) => {
+                    if let Some(pulse) = &mut self.pulse {
+                        pulse.heard(Instant::now());
+                    }
+                    continue;
+                }
                 Poll::Ready(Err(e)) => Closed::Reset(errno(&e)),
             };
             return Poll::Ready(Err(why));

@@ -26,6 +26,7 @@ use mio::unix::SourceFd;
 use mio::{Events, Interest, Registry, Token, Waker};
 use nix::sys::signal::{SigSet, SigmaskHow};
 
+use super::alive::BEAT;
 use super::{Channel, Closed, RendezvousError};
 
 const THREAD: &str = "nccl-rdma-watch";
@@ -37,6 +38,9 @@ const BURST: usize = 64;
 pub trait ControlEvents: Send + Sync {
     /// A frame has come.
     fn on_frame(&self, kind: u8, body: &[u8]);
+    /// Nothing has come for so long, which is more than the keep-alive agreed on allows. At most once; the channel stays
+    /// open, as the peer may still hear. Never called without a keep-alive.
+    fn on_silent(&self, _silence: Duration, _limit: Duration) {}
     /// The channel is over. The last call.
     fn on_closed(&self, why: Closed);
 }
@@ -202,8 +206,13 @@ impl Shared {
         let _ = self.thread.set(thread::current().id());
         let mut events = Events::with_capacity(256);
         let mut work: Vec<Token> = Vec::new();
+        // When to look after the channels with a keep-alive; None: there is none.
+        let mut look: Option<Instant> = None;
         loop {
-            let timeout = if work.is_empty() { self.until_next_timer(Instant::now()) } else { Some(Duration::ZERO) };
+            let now = Instant::now();
+            let timer = self.until_next_timer(now).into_iter();
+            let idle = timer.chain(look.map(|at| at.saturating_duration_since(now))).min();
+            let timeout = if work.is_empty() { idle } else { Some(Duration::ZERO) };
             match poll.poll(&mut events, timeout) {
                 Ok(()) => {}
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
@@ -218,9 +227,18 @@ impl Shared {
             work.dedup();
             work.retain(|token| {
                 let entry = self.entries.get(token).map(|e| e.clone());
-                entry.is_some_and(|entry| self.tend(&entry))
+                entry.is_some_and(|entry| {
+                    let more = self.tend(&entry);
+                    // Its keep-alive may just have begun.
+                    let first = entry.period().map(|period| Instant::now() + period);
+                    look = look.into_iter().chain(first).min();
+                    more
+                })
             });
             self.tick(Instant::now());
+            if look.is_some_and(|at| at <= Instant::now()) {
+                look = self.look_after_all().map(|period| Instant::now() + period);
+            }
         }
     }
 
@@ -252,6 +270,35 @@ impl Shared {
         }
     }
 
+    /// Keeps every channel with a keep-alive alive; the shortest of their periods.
+    fn look_after_all(&self) -> Option<Duration> {
+        // Writing to sockets with the map locked would hold up those who set connections up.
+        let entries: Vec<Arc<Entry>> = self.entries.iter().map(|e| e.clone()).collect();
+        entries.into_iter().filter_map(|entry| self.look_after(&entry)).min()
+    }
+
+    fn look_after(&self, entry: &Entry) -> Option<Duration> {
+        let Source::Channel(channel) = &entry.source else { return None };
+        let dead = || lock(channel).as_mut().and_then(|channel| channel.look(Instant::now()));
+        // What has come by now speaks for the peer, even if this thread was held up and has not read it yet.
+        if dead().is_some() {
+            if self.tend(entry) {
+                self.kick(entry.token);
+            }
+            if let Some((silence, limit)) = dead() {
+                if let Some(channel) = lock(channel).as_mut() {
+                    channel.end_keep_alive();
+                }
+                entry.call(|callback| {
+                    if let Callback::Control(events) = callback {
+                        events.on_silent(silence, limit);
+                    }
+                });
+            }
+        }
+        entry.period()
+    }
+
     /// Does what an event asks for; true when more is to be done.
     fn tend(&self, entry: &Entry) -> bool {
         match &entry.source {
@@ -263,6 +310,7 @@ impl Shared {
                     };
                     match next {
                         Poll::Pending => return false,
+                        Poll::Ready(Ok(frame)) if frame.kind == BEAT => {}
                         Poll::Ready(Ok(frame)) => entry.call(|callback| {
                             if let Callback::Control(events) = callback {
                                 events.on_frame(frame.kind, &frame.body);
@@ -316,6 +364,14 @@ impl Shared {
 }
 
 impl Entry {
+    /// How often it is to be looked after; None: it has no keep-alive.
+    fn period(&self) -> Option<Duration> {
+        match &self.source {
+            Source::Channel(channel) => lock(channel).as_ref().and_then(Channel::period),
+            Source::Fd(_) | Source::Timer { .. } => None,
+        }
+    }
+
     /// Runs the callback, unless it was closed. A panic of it is not the end of the thread.
     fn call(&self, f: impl FnOnce(&Callback)) {
         let mut callback = lock(&self.callback);
@@ -395,6 +451,14 @@ impl ControlHandle {
         }
     }
 
+    /// Keep-alive frames sent so far.
+    pub fn beats(&self) -> u64 {
+        match &self.0.entry.source {
+            Source::Channel(channel) => lock(channel).as_ref().map_or(0, Channel::beats),
+            Source::Fd(_) | Source::Timer { .. } => 0,
+        }
+    }
+
     /// Closes the channel, in order: what was sent reaches the peer if it still can. No callback comes afterwards.
     pub fn close(&self) {
         self.0.close();
@@ -439,7 +503,7 @@ mod tests {
 
     use super::*;
     use crate::rendezvous::tests::{pair, recv};
-    use crate::rendezvous::{Frame, MAX_BODY};
+    use crate::rendezvous::{Frame, KeepAlive, MAX_BODY};
 
     const LONG: Duration = Duration::from_secs(20);
     const SHORT: Duration = Duration::from_millis(50);
@@ -447,6 +511,7 @@ mod tests {
     #[derive(Debug, PartialEq, Eq)]
     enum Told {
         Frame(u8, Vec<u8>),
+        Silent,
         Closed(Closed),
     }
 
@@ -456,6 +521,11 @@ mod tests {
     impl ControlEvents for Tell {
         fn on_frame(&self, kind: u8, body: &[u8]) {
             let _ = self.0.send(Told::Frame(kind, body.to_vec()));
+        }
+
+        fn on_silent(&self, silence: Duration, limit: Duration) {
+            assert!(silence > limit);
+            let _ = self.0.send(Told::Silent);
         }
 
         fn on_closed(&self, why: Closed) {
@@ -722,6 +792,37 @@ mod tests {
         drop(near);
         assert_eq!(told(&rx), Told::Closed(Closed::Eof));
         assert_eq!(rx.recv_timeout(LONG), Err(RecvTimeoutError::Disconnected));
+    }
+
+    #[test]
+    fn a_peer_that_says_nothing_is_told_of_once_and_can_still_hear() {
+        let (mut near, mut far) = pair();
+        let start = Instant::now();
+        far.keep_alive(KeepAlive::new(20, 60).unwrap());
+        let (handle, rx) = adopt(far);
+        assert_eq!(told(&rx), Told::Silent);
+        assert!(start.elapsed() > Duration::from_millis(60));
+        assert!(handle.send(1, b"why"));
+        // The beats before it are not the caller's; the terms in the first one make this side beat.
+        assert_eq!(recv(&mut near).unwrap(), Frame { kind: 1, body: b"why".to_vec() });
+        assert_eq!(near.beats(), 1);
+        near.send(2, b"late").unwrap();
+        assert_eq!(told(&rx), Told::Frame(2, b"late".to_vec()));
+        assert_eq!(rx.recv_timeout(SHORT * 4), Err(RecvTimeoutError::Timeout));
+    }
+
+    #[test]
+    fn two_watched_ends_keep_each_other_alive() {
+        let (near, mut far) = pair();
+        far.keep_alive(KeepAlive::new(20, 300).unwrap());
+        let ((near, near_rx), (far, far_rx)) = (adopt(near), adopt(far));
+        let start = Instant::now();
+        assert_eq!(near_rx.recv_timeout(Duration::from_secs(1)), Err(RecvTimeoutError::Timeout));
+        assert_eq!(far_rx.try_iter().count(), 0);
+        for end in [near, far] {
+            let (beats, most) = (end.beats(), 1 + start.elapsed().as_millis() / 20);
+            assert!(beats > 3 && u128::from(beats) <= most, "{beats} beats, at most {most}");
+        }
     }
 
     struct Panics(Sender<u8>);

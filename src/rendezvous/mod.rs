@@ -9,7 +9,8 @@
 //!    once; the caller brings the time and calls again.
 //! 3. Both get a [`Channel`]: frames of a kind and a body, in order, without blocking.
 //! 4. [`Watcher::adopt`] gives the channel to the background thread, which calls back with frames and the end of the
-//!    channel (the peer's death is an end of stream, long before a NIC gives up).
+//!    channel (the peer's death is an end of stream, long before a NIC gives up), and, where both sides agreed on a
+//!    [`KeepAlive`], of a peer that is silent although its connection is open.
 //!
 //! # The handshake
 //!
@@ -36,8 +37,9 @@
 //! # Limits
 //!
 //! A child made by fork without exec keeps copies of the sockets, so a parent killed while such a child lives on is not
-//! seen as an end of stream. An orderly close is seen in any case, since it shuts the connection down.
+//! seen as an end of stream, only by the keep-alive. An orderly close is seen in any case, since it shuts the connection down.
 
+mod alive;
 mod channel;
 mod connector;
 mod control;
@@ -50,6 +52,7 @@ mod socket;
 #[cfg(test)]
 mod tests;
 
+pub use alive::KeepAlive;
 pub use channel::Channel;
 pub use connector::{Connector, Stage};
 pub use control::{ControlEvents, ControlHandle, FdEvents, FdHandle, TimerHandle, Watcher};

@@ -546,7 +546,7 @@ fn frames_that_are_not_the_callers_to_send_are_refused() {
     assert!(matches!(near.send(1, &vec![0; MAX_BODY + 1]), Err(RendezvousError::TooLong(_))));
     // Nor may the peer.
     let mut raw = TcpStream::from(std::os::fd::AsFd::as_fd(&near).try_clone_to_owned().unwrap());
-    raw.write_all(&frame(VERSION, MAX_KIND + 1, &[])).unwrap();
+    raw.write_all(&frame(VERSION, u8::MAX, &[])).unwrap();
     assert!(matches!(recv(&mut far), Err(RendezvousError::Closed { why: Closed::Garbage, .. })));
 }
 

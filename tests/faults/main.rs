@@ -2,6 +2,8 @@
 //! process of its own (see `rig`); those that load the plugin load dist/lib, so `ci/build` comes first.
 
 #[cfg(test)]
+mod alive;
+#[cfg(test)]
 mod devices;
 #[cfg(test)]
 mod errors;

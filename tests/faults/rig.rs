@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+
 /// Longest that the processes of one test may take together.
 const LIMIT: Duration = Duration::from_secs(90);
 /// Longest wait for another process of the test, or for something to happen in this one.
@@ -140,6 +143,15 @@ impl Helper {
             }
             std::thread::sleep(Duration::from_millis(2));
         }
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id().try_into().unwrap());
+        nix::sys::signal::kill(pid, signal).unwrap();
     }
 
     pub(crate) fn kill(&mut self) {
