@@ -86,6 +86,9 @@ enum Command {
 struct ContractArgs {
     #[command(flatten)]
     plugin: PluginArg,
+    /// Version of NCCL's plugin ABI [default: the highest that the plugin exports, as NCCL takes it]
+    #[arg(long, value_enum, value_name = "VERSION")]
+    abi: Option<abi::Version>,
     /// Processes in the cases that take any number
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=8))]
     procs: u8,
@@ -134,6 +137,7 @@ impl ContractArgs {
         let most = if self.quick { 1 << 20 } else { usize::MAX };
         let options = contract::Options {
             plugin: self.plugin.path(),
+            abi: self.abi,
             dev: self.dev,
             procs: usize::from(self.procs),
             sizes: self.sizes.iter().copied().filter(|&size| size <= most).collect(),
