@@ -113,6 +113,24 @@ mod tests {
         version("v10");
     }
 
+    /// From v9 on NCCL can be asked to flush where it would not.
+    #[test]
+    fn forced_flushes_are_told_to_nccl() {
+        for (value, told) in [("0", "\"force_flush\": false"), ("1", "\"force_flush\": true")] {
+            let own = tempfile::tempdir().expect("a directory");
+            let output = Command::new(built("bin/nccl-rdma"))
+                .args(["devices", "--json", "--plugin"])
+                .arg(built("lib/libnccl-net-rdma.so"))
+                .env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"))
+                .env("SOFT_HCA_REGISTRY", own.path())
+                .env("NCCL_NET_RDMA_FORCE_FLUSH", value)
+                .output()
+                .expect("the command runs");
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains(told), "{text}");
+        }
+    }
+
     #[test]
     fn four_qps_in_turn() {
         play("four QPs in turn", None, &[("NCCL_IB_QPS_PER_CONNECTION", "4")], &["--quick", "--procs", "3"]);

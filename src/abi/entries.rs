@@ -553,3 +553,42 @@ pub(super) unsafe extern "C" fn close_listen(listen_comm: *mut c_void) -> ncclRe
         Ok(())
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::types::NCCL_NET_OPTIONAL_RECV_COMPLETION;
+    use super::*;
+
+    #[test]
+    fn a_message_has_0_to_1_gib_whatever_the_type_of_sizes() {
+        assert_eq!((0.message(), 0_usize.message()), (Some(0), Some(0)));
+        assert_eq!((MAX_MESSAGE.message(), (1 << 30).message()), (Some(1 << 30), Some(1 << 30)));
+        assert_eq!(((MAX_MESSAGE + 1).message(), usize::MAX.message()), (None, None));
+        assert_eq!(((-1).message(), c_int::MIN.message(), c_int::MAX.message()), (None, None, None));
+        assert_eq!(((-1).range(), 5.range(), usize::MAX.range()), (None, Some(5), Some(usize::MAX)));
+    }
+
+    #[test]
+    fn the_undefined_traffic_class_is_none_and_what_no_fabric_has_is_refused() {
+        assert_eq!(traffic_class(NCCL_NET_TRAFFIC_CLASS_UNDEF), Ok(None));
+        assert_eq!(traffic_class(106), Ok(Some(106)));
+        for class in [-2, 256] {
+            assert_eq!(traffic_class(class).map_err(|e| e.code), Err(net::Code::InvalidArgument));
+        }
+    }
+
+    /// Up to v8 the slot may hold an older request, from v9 on a hint: neither may be taken for a new request.
+    #[test]
+    fn what_the_request_slot_held_does_not_stay() {
+        let null = ptr::null_mut();
+        for held in [NCCL_NET_OPTIONAL_RECV_COMPLETION as usize, 0xbeef] {
+            let mut request = ptr::without_provenance_mut(held);
+            // SAFETY: NULL is refused before anything else is looked at.
+            let result = unsafe {
+                irecv::<usize>(null, 1, null.cast(), null.cast(), null.cast(), null.cast(), &raw mut request)
+            };
+            assert_eq!(result, ncclResult_t::ncclInvalidArgument);
+            assert!(request.is_null());
+        }
+    }
+}
