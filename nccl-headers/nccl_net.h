@@ -15,10 +15,21 @@
 #define NCCL_PTR_HOST 0x1
 #define NCCL_PTR_CUDA 0x2
 #define NCCL_PTR_DMABUF 0x4
-/* Receive requests that NCCL may have outstanding on one comm. */
+/* Receive requests that NCCL may have outstanding on one comm (8 before 2.19.1). */
 #define NCCL_NET_MAX_REQUESTS 32
 /* Most bytes of one isend or irecv up to v8. */
 #define MAX_NET_SIZE (1024 * 1024 * 1024L)
+/* Most that maxP2pBytes may say, v9 and later. */
+#define NCCL_MAX_NET_SIZE_BYTES (1024 * 1024 * 1024 * 1024L)
+/* What *request of irecv may hold on the way in, v9 and later: the data say themselves when they are there. */
+#define NCCL_NET_OPTIONAL_RECV_COMPLETION 0x1
+/* Devices that one virtual device can be made of, v9 to v11 and v12. */
+#define NCCL_NET_MAX_DEVS_PER_NIC_V11 4
+#define NCCL_NET_MAX_DEVS_PER_NIC_V12 8
+/* Not known, not asked for. */
+#define NCCL_NET_TRAFFIC_CLASS_UNDEF -1
+#define NCCL_NET_ATTR_UNDEF -1
+#define NCCL_NET_ID_UNDEF -1
 
 typedef enum {
   ncclSuccess = 0,
@@ -65,5 +76,9 @@ typedef enum {
 /* NCCL's logger: safe from any thread; fmt is printf's. */
 typedef void (*ncclDebugLogger_t)(ncclDebugLogLevel level, unsigned long flags, const char *file, int line,
                                   const char *fmt, ...);
+
+/* Where a plugin reports events to NCCL's profiler, v10 and later; may be NULL. */
+typedef ncclResult_t (*ncclProfilerCallback_t)(void **eHandle, int type, void *pHandle, int64_t pluginId,
+                                               void *extData);
 
 #endif

@@ -5,7 +5,7 @@ fn main() {
         "-Wl,-soname,libnccl-net-rdma.so",
         // An undefined symbol fails here, not inside the job.
         "-Wl,-z,defs",
-        // NCCL dlcloses plugins without a call (v8 has no finalize); our threads must not lose their code.
+        // NCCL dlcloses plugins without a call (up to v10 there is no finalize); our threads must not lose their code.
         "-Wl,-z,nodelete",
     ] {
         println!("cargo:rustc-cdylib-link-arg={arg}");

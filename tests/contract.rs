@@ -83,6 +83,54 @@ mod tests {
         play("one rail, one QP", None, &[], &["--procs", "4"]);
     }
 
+    /// Old releases of NCCL take older tables; what is not said otherwise here is played with the newest.
+    fn version(abi: &str) {
+        play(&format!("ABI {abi}"), None, &[], &["--abi", abi, "--quick", "--procs", "2"]);
+    }
+
+    #[test]
+    fn abi_v6() {
+        version("v6");
+    }
+
+    #[test]
+    fn abi_v7() {
+        version("v7");
+    }
+
+    #[test]
+    fn abi_v8() {
+        version("v8");
+    }
+
+    #[test]
+    fn abi_v9() {
+        version("v9");
+    }
+
+    #[test]
+    fn abi_v10() {
+        version("v10");
+    }
+
+    /// From v9 on NCCL can be asked to flush where it would not.
+    #[test]
+    fn forced_flushes_are_told_to_nccl() {
+        for (value, told) in [("0", "\"force_flush\": false"), ("1", "\"force_flush\": true")] {
+            let own = tempfile::tempdir().expect("a directory");
+            let output = Command::new(built("bin/nccl-rdma"))
+                .args(["devices", "--json", "--plugin"])
+                .arg(built("lib/libnccl-net-rdma.so"))
+                .env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"))
+                .env("SOFT_HCA_REGISTRY", own.path())
+                .env("NCCL_NET_RDMA_FORCE_FLUSH", value)
+                .output()
+                .expect("the command runs");
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && text.contains(told), "{text}");
+        }
+    }
+
     #[test]
     fn four_qps_in_turn() {
         play("four QPs in turn", None, &[("NCCL_IB_QPS_PER_CONNECTION", "4")], &["--quick", "--procs", "3"]);

@@ -1,7 +1,9 @@
-//! The C border: NCCL's network plugin table version 8 as the `nccl-rdma` command sees it, a loader that finds the
-//! plugin the way NCCL does, and one method per entry of the table that calls it exactly as NCCL may: stale request
-//! slots, an uninitialised `done`, argument arrays that die with the call, one `int` for the size of a send.
-//! Layouts and rules follow `net.h` and `net_v8.h` of NCCL's public sources.
+//! The C border: NCCL's network plugin tables as the `nccl-rdma` command sees them, a loader that finds the plugin the
+//! way NCCL does, and one method per entry of the table that calls it exactly as NCCL may: stale request slots, an
+//! uninitialised `done`, argument arrays that die with the call, one `int` for the size of a send.
+//! Layouts and rules follow `net.h` and `net_v6.h` to `net_v10.h` of NCCL's public sources.
+
+mod table;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
 use std::fmt;
@@ -12,6 +14,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context as _, bail};
+
+pub(crate) use table::Version;
+use table::{CommConfig, Logger, LongTable, Out, Table};
 
 /// Bytes of the handle that `listen` fills and `connect` reads.
 pub(crate) const HANDLE_BYTES: usize = 128;
@@ -33,79 +38,16 @@ const POISON_INT: c_int = 0xaaaa_aaaa_u32.cast_signed();
 /// What a request slot holds before each call: a pointer that a plugin which forgets to write it would hand back.
 const STALE: usize = 0xdead_0000_0000_beef;
 
-type Logger = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, ...);
-type Code = c_int;
-type Out = *mut *mut c_void;
-
-/// `ncclNet_v8_t`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct Table {
-    name: *const c_char,
-    init: Option<unsafe extern "C" fn(Logger) -> Code>,
-    devices: Option<unsafe extern "C" fn(*mut c_int) -> Code>,
-    get_properties: Option<unsafe extern "C" fn(c_int, *mut RawProperties) -> Code>,
-    listen: Option<unsafe extern "C" fn(c_int, *mut c_void, Out) -> Code>,
-    connect: Option<unsafe extern "C" fn(c_int, *mut c_void, Out, *mut *mut DeviceHandle) -> Code>,
-    accept: Option<unsafe extern "C" fn(*mut c_void, Out, *mut *mut DeviceHandle) -> Code>,
-    reg_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, Out) -> Code>,
-    reg_mr_dma_buf: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, usize, c_int, u64, c_int, Out) -> Code>,
-    dereg_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void) -> Code>,
-    isend: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, c_int, c_int, *mut c_void, Out) -> Code>,
-    irecv: Option<unsafe extern "C" fn(*mut c_void, c_int, Out, *mut c_int, *mut c_int, Out, Out) -> Code>,
-    iflush: Option<unsafe extern "C" fn(*mut c_void, c_int, Out, *mut c_int, Out, Out) -> Code>,
-    test: Option<unsafe extern "C" fn(*mut c_void, *mut c_int, *mut c_int) -> Code>,
-    close_send: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
-    close_recv: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
-    close_listen: Option<unsafe extern "C" fn(*mut c_void) -> Code>,
-    get_device_mr: Option<unsafe extern "C" fn(*mut c_void, *mut c_void, Out) -> Code>,
-    irecv_consumed: Option<unsafe extern "C" fn(*mut c_void, c_int, *mut c_void) -> Code>,
-}
-
-/// `ncclNetProperties_v8_t`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct RawProperties {
-    name: *const c_char,
-    pci_path: *const c_char,
-    guid: u64,
-    ptr_support: c_int,
-    reg_is_global: c_int,
-    speed: c_int,
-    port: c_int,
-    latency: f32,
-    max_comms: c_int,
-    max_recvs: c_int,
-    net_device_type: c_int,
-    net_device_version: c_int,
-}
-
-/// `ncclNetDeviceHandle_v8_t`; never filled by a plugin whose device type is HOST.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct DeviceHandle {
-    net_device_type: c_int,
-    net_device_version: c_int,
-    handle: *mut c_void,
-    size: usize,
-    needs_proxy_progress: c_int,
-}
-
-const _: () = {
-    use std::mem::{offset_of, size_of};
-    assert!(size_of::<Table>() == 152);
-    assert!(offset_of!(Table, connect) == 40);
-    assert!(offset_of!(Table, isend) == 80);
-    assert!(offset_of!(Table, test) == 104);
-    assert!(offset_of!(Table, irecv_consumed) == 144);
-    assert!(size_of::<RawProperties>() == 64);
-    assert!(offset_of!(RawProperties, guid) == 16);
-    assert!(offset_of!(RawProperties, speed) == 32);
-    assert!(offset_of!(RawProperties, latency) == 40);
-    assert!(offset_of!(RawProperties, net_device_version) == 56);
-    assert!(size_of::<DeviceHandle>() == 32);
-    assert!(offset_of!(DeviceHandle, needs_proxy_progress) == 24);
-};
+/// What every byte of properties holds before the plugin writes them.
+const POISON: u8 = 0xaa;
+/// What NCCL says of a transfer that it reports to a profiler; plugins only hand it on.
+const PROFILED: usize = 0xabcd_0000_0000_0000;
+/// Most that a message has for versions whose properties don't say.
+const MAX_NET_SIZE: usize = 1 << 30;
+/// Most that the properties may say.
+const MAX_NET_SIZE_BYTES: usize = 1 << 40;
+/// Physical devices in one of version 9 and 10.
+const MAX_DEVS: usize = 4;
 
 /// What went wrong in one call.
 #[derive(Debug)]
@@ -293,6 +235,7 @@ pub(crate) struct Properties {
     pub guid: u64,
     pub ptr_support: c_int,
     pub reg_is_global: bool,
+    pub force_flush: bool,
     pub speed_mbps: c_int,
     pub port: c_int,
     pub latency_us: f32,
@@ -300,6 +243,7 @@ pub(crate) struct Properties {
     pub max_recvs: c_int,
     pub net_device_type: c_int,
     pub net_device_version: c_int,
+    pub max_p2p_bytes: usize,
 }
 
 /// One line that the plugin gave to NCCL's logger.
@@ -358,6 +302,8 @@ unsafe extern "C" fn log(
 /// The plugin, loaded. One per process, as in NCCL.
 pub(crate) struct Plugin {
     table: Table,
+    version: Version,
+    irecv_consumed: bool,
     path: PathBuf,
     name: String,
     _library: libloading::Library,
@@ -365,7 +311,11 @@ pub(crate) struct Plugin {
 
 impl fmt::Debug for Plugin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Plugin").field("name", &self.name).field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Plugin")
+            .field("name", &self.name)
+            .field("version", &self.version)
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -389,8 +339,50 @@ fn open(path: &OsStr) -> Result<libloading::Library, libloading::Error> {
 
 macro_rules! entry {
     ($self:ident . $field:ident) => {
-        $self.table.$field.ok_or_else(|| Fault::broken(stringify!($field), "the entry of the table is NULL"))?
+        entry!($self.table.$field, $field)
     };
+    // One whose arguments depend on the version.
+    ($self:ident . $field:ident . get()) => {
+        entry!($self.table.$field.get(), $field)
+    };
+    ($entry:expr, $field:ident) => {
+        $entry.ok_or_else(|| Fault::broken(stringify!($field), "the entry of the table is NULL"))?
+    };
+}
+
+/// NCCL's own callback; nothing is profiled.
+unsafe extern "C" fn profiler(_: Out, _: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> c_int {
+    0
+}
+
+/// The fields of a plugin's properties, in order, none of them left unwritten.
+struct Fields<'a>(&'a [u8]);
+
+impl Fields<'_> {
+    fn bytes<const N: usize>(&mut self, name: &str) -> Result<[u8; N], Fault> {
+        let (field, rest) = self.0.split_first_chunk::<N>().expect("fields inside the structure");
+        self.0 = rest;
+        if *field == [POISON; N] {
+            return Err(Fault::broken("getProperties", format!("left {name} unwritten")));
+        }
+        Ok(*field)
+    }
+
+    fn word(&mut self, name: &str) -> Result<usize, Fault> {
+        self.bytes(name).map(usize::from_ne_bytes)
+    }
+
+    fn int(&mut self, name: &str) -> Result<c_int, Fault> {
+        self.bytes(name).map(c_int::from_ne_bytes)
+    }
+
+    fn text(&mut self, name: &str) -> Result<Option<String>, Fault> {
+        let text = ptr::with_exposed_provenance::<c_char>(self.word(name)?);
+        Ok((!text.is_null()).then(|| {
+            // SAFETY: not NULL, by contract a C string that outlives the call.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        }))
+    }
 }
 
 fn checked(call: &'static str, code: c_int) -> Result<(), Fault> {
@@ -402,8 +394,9 @@ fn checked(call: &'static str, code: c_int) -> Result<(), Fault> {
 }
 
 impl Plugin {
-    /// dlopen as NCCL does it: the text as given, then `libnccl-net-TEXT.so` where the text is a bare word.
-    pub(crate) fn load(path: &Path) -> anyhow::Result<Self> {
+    /// dlopen as NCCL does it: the text as given, then `libnccl-net-TEXT.so` where the text is a bare word. Without a
+    /// version the highest that the plugin exports, as NCCL takes it.
+    pub(crate) fn load(path: &Path, version: Option<Version>) -> anyhow::Result<Self> {
         let text = path.as_os_str();
         let bare = !text.to_string_lossy().contains('/');
         let library = match open(text) {
@@ -413,17 +406,29 @@ impl Plugin {
             }
             opened => opened.with_context(|| format!("the plugin {} cannot be loaded", path.display())),
         }?;
-        // SAFETY: the symbol is a data object of the type that NCCL's net_v8.h gives it.
-        let symbol = unsafe { library.get::<*const Table>(c"ncclNetPlugin_v8".to_bytes_with_nul()) }
-            .with_context(|| format!("{} exports no ncclNetPlugin_v8", path.display()))?;
+        let wanted = version.as_ref().map_or(&Version::ALL[..], std::slice::from_ref);
+        let found = wanted.iter().find_map(|&version| {
+            // SAFETY: the symbol is a data object; it is read below, with the type that NCCL's headers give it.
+            let symbol = unsafe { library.get::<*const c_void>(version.symbol().to_bytes_with_nul()) };
+            Some((version, *symbol.ok()?))
+        });
+        let Some((version, symbol)) = found else {
+            let names: Vec<_> = wanted.iter().map(|v| v.symbol().to_string_lossy()).collect();
+            bail!("{} exports no {}", path.display(), names.join(", "));
+        };
         // SAFETY: as above; the object is constant and lives as long as the library, which is kept.
-        let table = unsafe { ptr::read(*symbol) };
+        let table = unsafe { symbol.cast::<Table>().read() };
+        let irecv_consumed = version >= Version::V7 && {
+            // SAFETY: as above; from version 7 on the table has these entries.
+            let table = unsafe { symbol.cast::<LongTable>().read() };
+            table.irecv_consumed.is_some()
+        };
         if table.name.is_null() {
             bail!("{}: the name in the table is NULL; NCCL reads it before init", path.display());
         }
         // SAFETY: not NULL, and by contract a C string that lives as long as the library.
         let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
-        Ok(Self { table, path: path.to_owned(), name, _library: library })
+        Ok(Self { table, version, irecv_consumed, path: path.to_owned(), name, _library: library })
     }
 
     /// The name that `NCCL_NET` selects.
@@ -431,37 +436,51 @@ impl Plugin {
         &self.name
     }
 
+    pub(crate) fn version(&self) -> Version {
+        self.version
+    }
+
     /// Entries that must be there and are not; entries that must be NULL and are not.
     pub(crate) fn table_faults(&self) -> Vec<&'static str> {
         let t = &self.table;
         let needed = [
-            (t.init.is_some(), "init is NULL"),
+            (t.init.get().is_some(), "init is NULL"),
             (t.devices.is_some(), "devices is NULL"),
             (t.get_properties.is_some(), "getProperties is NULL"),
             (t.listen.is_some(), "listen is NULL"),
-            (t.connect.is_some(), "connect is NULL"),
-            (t.accept.is_some(), "accept is NULL"),
-            (t.reg_mr.is_some(), "regMr is NULL"),
+            (t.connect.get().is_some(), "connect is NULL"),
+            (t.accept.get().is_some(), "accept is NULL"),
+            (t.reg_mr.get().is_some(), "regMr is NULL"),
             (t.dereg_mr.is_some(), "deregMr is NULL"),
-            (t.isend.is_some(), "isend is NULL"),
-            (t.irecv.is_some(), "irecv is NULL"),
+            (t.isend.get().is_some(), "isend is NULL"),
+            (t.irecv.get().is_some(), "irecv is NULL"),
             (t.iflush.is_some(), "iflush is NULL"),
             (t.test.is_some(), "test is NULL"),
             (t.close_send.is_some(), "closeSend is NULL"),
             (t.close_recv.is_some(), "closeRecv is NULL"),
             (t.close_listen.is_some(), "closeListen is NULL"),
-            (t.irecv_consumed.is_none(), "irecvConsumed is set: NCCL would call it with requests that test has freed"),
+            (!self.irecv_consumed, "irecvConsumed is set: NCCL would call it with requests that test has freed"),
         ];
         needed.iter().filter(|(ok, _)| !ok).map(|(_, what)| *what).collect()
     }
 
     pub(crate) fn init(&self) -> Result<(), Fault> {
-        let init = entry!(self.init);
+        let init = entry!(self.init.get());
         type Fixed = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
         // SAFETY: see `log`: on 64-bit Linux a variadic call with one pointer looks like this function's own call.
         let logger = unsafe { std::mem::transmute::<Fixed, Logger>(log) };
-        // SAFETY: the entry's type is that of net_v8.h; the logger lives for ever.
-        checked("init", unsafe { init(logger) })
+        let code = if self.version < Version::V10 {
+            // SAFETY: the member of this version.
+            let init = unsafe { init.v6 };
+            // SAFETY: the logger lives for ever.
+            unsafe { init(logger) }
+        } else {
+            // SAFETY: the member of this version.
+            let init = unsafe { init.v10 };
+            // SAFETY: the logger and the callback live for ever.
+            unsafe { init(logger, profiler) }
+        };
+        checked("init", code)
     }
 
     pub(crate) fn devices(&self) -> Result<c_int, Fault> {
@@ -475,51 +494,77 @@ impl Plugin {
         Ok(count)
     }
 
+    /// What NCCL makes of the device's properties: where the version lacks a field, what NCCL puts there.
     pub(crate) fn properties(&self, dev: c_int) -> Result<Properties, Fault> {
         let get = entry!(self.get_properties);
         // NCCL does not clear the structure either: what a plugin leaves out is garbage there too.
-        let mut raw = RawProperties {
-            name: ptr::null(),
-            pci_path: ptr::null(),
-            guid: 0xaaaa_aaaa_aaaa_aaaa,
-            ptr_support: POISON_INT,
-            reg_is_global: POISON_INT,
-            speed: POISON_INT,
-            port: POISON_INT,
-            latency: f32::NAN,
-            max_comms: POISON_INT,
-            max_recvs: POISON_INT,
-            net_device_type: POISON_INT,
-            net_device_version: POISON_INT,
-        };
-        // SAFETY: one structure of the right layout to fill.
-        checked("getProperties", unsafe { get(dev, &raw mut raw) })?;
-        if raw.name.is_null() {
+        let mut raw = Box::new(RawProperties([POISON; 192]));
+        // SAFETY: room for the structure of any version, aligned for it.
+        checked("getProperties", unsafe { get(dev, ptr::from_mut(&mut *raw).cast()) })?;
+        let (structure, behind) = raw.0.split_at(self.version.properties_bytes());
+        if behind.iter().any(|&byte| byte != POISON) {
+            return Err(Fault::broken("getProperties", "wrote behind the structure of this version"));
+        }
+        let has = |version| self.version >= version;
+        let mut fields = Fields(structure);
+        let Some(name) = fields.text("name")? else {
             return Err(Fault::broken("getProperties", "the name is NULL"));
+        };
+        let pci_path = fields.text("pciPath")?;
+        let guid = u64::from_ne_bytes(fields.bytes("guid")?);
+        let ptr_support = fields.int("ptrSupport")?;
+        let reg_is_global = has(Version::V8) && fields.int("regIsGlobal")? != 0;
+        let force_flush = has(Version::V9) && fields.int("forceFlush")? != 0;
+        let (speed_mbps, port) = (fields.int("speed")?, fields.int("port")?);
+        let latency_us = f32::from_ne_bytes(fields.bytes("latency")?);
+        let (max_comms, max_recvs) = (fields.int("maxComms")?, fields.int("maxRecvs")?);
+        let (mut net_device_type, mut net_device_version) = (0, 0);
+        if has(Version::V7) {
+            net_device_type = fields.int("netDeviceType")?;
+            net_device_version = fields.int("netDeviceVersion")?;
         }
-        let ints = [raw.ptr_support, raw.reg_is_global, raw.speed, raw.port, raw.max_comms, raw.max_recvs];
-        if ints.contains(&POISON_INT) || raw.net_device_type == POISON_INT || raw.latency.is_nan() {
-            return Err(Fault::broken("getProperties", "left a field unwritten"));
+        let mut max_p2p_bytes = MAX_NET_SIZE;
+        if has(Version::V9) {
+            let ndevs = fields.int("vProps.ndevs")?;
+            // Entries that do not count may be anything.
+            let (devs, rest) = fields.0.split_at(MAX_DEVS * size_of::<c_int>());
+            let count = usize::try_from(ndevs).ok().filter(|n| (1..=MAX_DEVS).contains(n));
+            let Some(count) = count else {
+                return Err(Fault::broken(
+                    "getProperties",
+                    format!("a device made of {ndevs}; 1 to {MAX_DEVS} may be"),
+                ));
+            };
+            let mut devs = Fields(devs);
+            for _ in 0..count {
+                devs.int("vProps.devs")?;
+            }
+            // Padding.
+            fields = Fields(&rest[size_of::<c_int>()..]);
+            max_p2p_bytes = fields.word("maxP2pBytes")?;
+            fields.word("maxCollBytes")?;
+            if !(1..=MAX_NET_SIZE_BYTES).contains(&max_p2p_bytes) {
+                return Err(Fault::broken(
+                    "getProperties",
+                    format!("maxP2pBytes {max_p2p_bytes}; NCCL takes 1 to 1 TiB"),
+                ));
+            }
         }
-        // SAFETY: not NULL, by contract a C string that outlives the call.
-        let name = unsafe { CStr::from_ptr(raw.name) };
-        let pci_path = (!raw.pci_path.is_null()).then(|| {
-            // SAFETY: as for the name.
-            unsafe { CStr::from_ptr(raw.pci_path) }.to_string_lossy().into_owned()
-        });
         Ok(Properties {
-            name: name.to_string_lossy().into_owned(),
+            name,
             pci_path,
-            guid: raw.guid,
-            ptr_support: raw.ptr_support,
-            reg_is_global: raw.reg_is_global != 0,
-            speed_mbps: raw.speed,
-            port: raw.port,
-            latency_us: raw.latency,
-            max_comms: raw.max_comms,
-            max_recvs: raw.max_recvs,
-            net_device_type: raw.net_device_type,
-            net_device_version: raw.net_device_version,
+            guid,
+            ptr_support,
+            reg_is_global,
+            force_flush,
+            speed_mbps,
+            port,
+            latency_us,
+            max_comms,
+            max_recvs,
+            net_device_type,
+            net_device_version,
+            max_p2p_bytes,
         })
     }
 
@@ -538,48 +583,87 @@ impl Plugin {
 
     /// One call of connect. None: call again, with the same handle.
     pub(crate) fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
-        let connect = entry!(self.connect);
-        let mut comm = ptr::null_mut();
+        // A communicator that asks for no traffic class.
+        let mut config = CommConfig { traffic_class: -1 };
         let mut device = ptr::null_mut();
-        // SAFETY: the handle's bytes stay at one address between calls; two pointers to write.
-        let code = unsafe { connect(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm, &raw mut device) };
-        handle.guards_ok("connect")?;
-        Self::connected("connect", code, comm, device).map(|comm| comm.map(SendComm))
+        let connected = self.connect_with(dev, &raw mut config, handle, &raw mut device)?;
+        config.traffic_class = POISON_INT;
+        std::hint::black_box(config);
+        if !device.is_null() {
+            return Err(Fault::broken("connect", "a device handle although the device type is HOST"));
+        }
+        Ok(connected)
     }
 
-    /// As [`Plugin::connect`], with NULL for the device handle, as NCCL's probe for GPU memory does it.
+    /// As [`Plugin::connect`], with NULL for the device handle and the configuration, as NCCL's probe for GPU memory does
+    /// it.
     pub(crate) fn connect_plain(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
-        let connect = entry!(self.connect);
+        self.connect_with(dev, ptr::null_mut(), handle, ptr::null_mut())
+    }
+
+    fn connect_with(
+        &self,
+        dev: c_int,
+        config: *mut CommConfig,
+        handle: &mut Handle,
+        device: Out,
+    ) -> Result<Option<SendComm>, Fault> {
+        let connect = entry!(self.connect.get());
         let mut comm = ptr::null_mut();
-        // SAFETY: as in connect; the device handle pointer may be NULL.
-        let code = unsafe { connect(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm, ptr::null_mut()) };
+        // The handle's bytes stay at one address between calls.
+        let bytes = handle.0.bytes.as_mut_ptr().cast();
+        let code = match self.version {
+            Version::V6 => {
+                // SAFETY: the member of this version.
+                let connect = unsafe { connect.v6 };
+                // SAFETY: a handle and a pointer to write.
+                unsafe { connect(dev, bytes, &raw mut comm) }
+            }
+            Version::V7 | Version::V8 | Version::V9 => {
+                // SAFETY: the member of these versions.
+                let connect = unsafe { connect.v7 };
+                // SAFETY: a handle and two pointers to write, of which the second may be NULL.
+                unsafe { connect(dev, bytes, &raw mut comm, device) }
+            }
+            Version::V10 => {
+                // SAFETY: the member of this version.
+                let connect = unsafe { connect.v10 };
+                // SAFETY: as above; the configuration may be NULL too.
+                unsafe { connect(dev, config, bytes, &raw mut comm, device) }
+            }
+        };
         handle.guards_ok("connect")?;
-        Self::connected("connect", code, comm, ptr::null_mut()).map(|comm| comm.map(SendComm))
+        Self::connected("connect", code, comm).map(|comm| comm.map(SendComm))
     }
 
     /// One call of accept. None: call again.
     pub(crate) fn accept(&self, listener: ListenComm) -> Result<Option<RecvComm>, Fault> {
-        let accept = entry!(self.accept);
+        let accept = entry!(self.accept.get());
         let mut comm = ptr::null_mut();
         let mut device = ptr::null_mut();
-        // SAFETY: a listener of this plugin that is still open; two pointers to write.
-        let code = unsafe { accept(listener.0, &raw mut comm, &raw mut device) };
-        Self::connected("accept", code, comm, device).map(|comm| comm.map(RecvComm))
+        let code = if self.version < Version::V7 {
+            // SAFETY: the member of this version.
+            let accept = unsafe { accept.v6 };
+            // SAFETY: a listener of this plugin that is still open; a pointer to write.
+            unsafe { accept(listener.0, &raw mut comm) }
+        } else {
+            // SAFETY: the member of these versions.
+            let accept = unsafe { accept.v7 };
+            // SAFETY: as above; two pointers to write.
+            unsafe { accept(listener.0, &raw mut comm, &raw mut device) }
+        };
+        let connected = Self::connected("accept", code, comm)?;
+        if !device.is_null() {
+            return Err(Fault::broken("accept", "a device handle although the device type is HOST"));
+        }
+        Ok(connected.map(RecvComm))
     }
 
-    fn connected(
-        call: &'static str,
-        code: c_int,
-        comm: *mut c_void,
-        device: *mut DeviceHandle,
-    ) -> Result<Option<*mut c_void>, Fault> {
+    fn connected(call: &'static str, code: c_int, comm: *mut c_void) -> Result<Option<*mut c_void>, Fault> {
         if code != 0 && !comm.is_null() {
             return Err(Fault::broken(call, format!("returned {code} and a comm; NCCL would close it twice")));
         }
         checked(call, code)?;
-        if !device.is_null() {
-            return Err(Fault::broken(call, "a device handle although the device type is HOST"));
-        }
         Ok((!comm.is_null()).then_some(comm))
     }
 
@@ -589,11 +673,21 @@ impl Plugin {
         buffer: &Buffer,
         range: Range<usize>,
     ) -> Result<Memory, Fault> {
-        let reg_mr = entry!(self.reg_mr);
-        let mut memory = ptr::null_mut();
+        let reg_mr = entry!(self.reg_mr.get());
+        let (comm, mut memory) = (comm.into().0, ptr::null_mut());
         let data = buffer.at(&range);
-        // SAFETY: an open comm; the range is mapped memory that is never unmapped.
-        checked("regMr", unsafe { reg_mr(comm.into().0, data, range.len(), PTR_HOST, &raw mut memory) })?;
+        let code = if self.version < Version::V8 {
+            // SAFETY: the member of these versions.
+            let reg_mr = unsafe { reg_mr.v6 };
+            // SAFETY: an open comm; the range is mapped memory that is never unmapped.
+            unsafe { reg_mr(comm, data, int(range.len()), PTR_HOST, &raw mut memory) }
+        } else {
+            // SAFETY: the member of these versions.
+            let reg_mr = unsafe { reg_mr.v8 };
+            // SAFETY: as above.
+            unsafe { reg_mr(comm, data, range.len(), PTR_HOST, &raw mut memory) }
+        };
+        checked("regMr", code)?;
         Ok(Memory(memory))
     }
 
@@ -620,34 +714,66 @@ impl Plugin {
         tag: c_int,
         memory: Memory,
     ) -> Result<Option<Request>, Fault> {
-        let isend = entry!(self.isend);
+        let isend = entry!(self.isend.get());
         let mut request = ptr::without_provenance_mut(STALE);
-        let size = int(range.len());
+        let size = range.len();
         let data = buffer.at(&range);
-        // SAFETY: an open comm; registered memory that is never unmapped; one pointer to write.
-        let code = unsafe { isend(comm.0, data, size, tag, memory.0, &raw mut request) };
+        let code = match self.version {
+            Version::V6 | Version::V7 | Version::V8 => {
+                // SAFETY: the member of these versions.
+                let isend = unsafe { isend.v6 };
+                // SAFETY: an open comm; registered memory that is never unmapped; one pointer to write.
+                unsafe { isend(comm.0, data, int(size), tag, memory.0, &raw mut request) }
+            }
+            Version::V9 => {
+                // SAFETY: the member of this version.
+                let isend = unsafe { isend.v9 };
+                // SAFETY: as above.
+                unsafe { isend(comm.0, data, size, tag, memory.0, &raw mut request) }
+            }
+            Version::V10 => {
+                // SAFETY: the member of this version.
+                let isend = unsafe { isend.v10 };
+                let profiled = ptr::without_provenance_mut(PROFILED);
+                // SAFETY: as above.
+                unsafe { isend(comm.0, data, size, tag, memory.0, profiled, &raw mut request) }
+            }
+        };
         Self::posted("isend", code, request)
     }
 
     /// None: again later. The argument arrays are overwritten as soon as the call is over.
     pub(crate) fn irecv(&self, comm: RecvComm, slots: &[Slot<'_>]) -> Result<Option<Request>, Fault> {
-        let irecv = entry!(self.irecv);
+        let irecv = entry!(self.irecv.get());
         let mut args = Arguments::new(slots);
-        for (size, slot) in args.sizes.iter_mut().zip(slots) {
-            *size = int(slot.range.len());
+        for (i, slot) in slots.iter().enumerate() {
+            args.long_sizes[i] = slot.range.len();
+            args.sizes[i] = int(slot.range.len());
         }
         let mut request = ptr::without_provenance_mut(STALE);
-        // SAFETY: an open comm; n entries in each array; registered memory that is never unmapped.
-        let code = unsafe {
-            irecv(
-                comm.0,
-                int(slots.len()),
-                args.data.as_mut_ptr(),
-                args.sizes.as_mut_ptr(),
-                args.tags.as_mut_ptr(),
-                args.memory.as_mut_ptr(),
-                &raw mut request,
-            )
+        let (n, data, tags, memory) =
+            (int(slots.len()), args.data.as_mut_ptr(), args.tags.as_mut_ptr(), args.memory.as_mut_ptr());
+        let (sizes, long_sizes) = (args.sizes.as_mut_ptr(), args.long_sizes.as_mut_ptr());
+        let code = match self.version {
+            Version::V6 | Version::V7 | Version::V8 => {
+                // SAFETY: the member of these versions.
+                let irecv = unsafe { irecv.v6 };
+                // SAFETY: an open comm; n entries in each array; registered memory that is never unmapped.
+                unsafe { irecv(comm.0, n, data, sizes, tags, memory, &raw mut request) }
+            }
+            Version::V9 => {
+                // SAFETY: the member of this version.
+                let irecv = unsafe { irecv.v9 };
+                // SAFETY: as above.
+                unsafe { irecv(comm.0, n, data, long_sizes, tags, memory, &raw mut request) }
+            }
+            Version::V10 => {
+                // SAFETY: the member of this version.
+                let irecv = unsafe { irecv.v10 };
+                let profiled = args.profiled.as_mut_ptr();
+                // SAFETY: as above.
+                unsafe { irecv(comm.0, n, data, long_sizes, tags, memory, profiled, &raw mut request) }
+            }
         };
         args.poison();
         Self::posted("irecv", code, request)
@@ -756,9 +882,15 @@ pub(crate) enum SendSize {
 struct Arguments {
     data: [*mut c_void; MAX_GROUP],
     sizes: [c_int; MAX_GROUP],
+    long_sizes: [usize; MAX_GROUP],
     tags: [c_int; MAX_GROUP],
     memory: [*mut c_void; MAX_GROUP],
+    profiled: [*mut c_void; MAX_GROUP],
 }
+
+/// Room for the properties of any version, and behind them.
+#[repr(C, align(8))]
+struct RawProperties([u8; 192]);
 
 impl Arguments {
     fn new(slots: &[Slot<'_>]) -> Self {
@@ -766,8 +898,10 @@ impl Arguments {
         let mut args = Self {
             data: [ptr::null_mut(); MAX_GROUP],
             sizes: [0; MAX_GROUP],
+            long_sizes: [0; MAX_GROUP],
             tags: [0; MAX_GROUP],
             memory: [ptr::null_mut(); MAX_GROUP],
+            profiled: [ptr::without_provenance_mut(PROFILED); MAX_GROUP],
         };
         for (i, slot) in slots.iter().enumerate() {
             args.data[i] = slot.buffer.at(&slot.range);
@@ -780,14 +914,16 @@ impl Arguments {
     fn poison(&mut self) {
         self.data.fill(ptr::without_provenance_mut(STALE));
         self.sizes.fill(c_int::MIN);
+        self.long_sizes.fill(usize::MAX);
         self.tags.fill(c_int::MIN);
         self.memory.fill(ptr::without_provenance_mut(STALE));
+        self.profiled.fill(ptr::without_provenance_mut(STALE));
         // Keeps the stores: a plugin that still looks at the arrays must see the poison.
         std::hint::black_box(self);
     }
 }
 
-/// Sizes are `int` in version 8; no buffer of this command comes near that limit.
+/// Sizes are `int` in some versions and calls; no buffer of this command comes near that limit.
 fn int(n: usize) -> c_int {
     c_int::try_from(n).unwrap_or(c_int::MAX)
 }
@@ -818,14 +954,24 @@ mod tests {
     fn in_progress_and_error_with_comm_are_broken_contracts() {
         assert!(matches!(checked("accept", 7), Err(Fault::Broken { .. })));
         let comm = ptr::without_provenance_mut(8);
-        assert!(matches!(Plugin::connected("connect", 2, comm, ptr::null_mut()), Err(Fault::Broken { .. })));
+        assert!(matches!(Plugin::connected("connect", 2, comm), Err(Fault::Broken { .. })));
+    }
+
+    #[test]
+    fn a_property_left_unwritten_is_named() {
+        let mut raw = [POISON; 8];
+        raw[..4].copy_from_slice(&7_i32.to_ne_bytes());
+        let mut fields = Fields(&raw);
+        assert_eq!(fields.int("speed").unwrap(), 7);
+        let fault = fields.int("port").unwrap_err().to_string();
+        assert!(fault.contains("left port unwritten"), "{fault}");
     }
 
     #[test]
     fn missing_plugin_is_a_clear_error() {
-        let error = format!("{:#}", Plugin::load(Path::new("/nonexistent/libnccl-net-x.so")).unwrap_err());
+        let error = format!("{:#}", Plugin::load(Path::new("/nonexistent/libnccl-net-x.so"), None).unwrap_err());
         assert!(error.contains("/nonexistent/libnccl-net-x.so: cannot open"), "the linker's own words: {error}");
-        let error = format!("{:#}", Plugin::load(Path::new("no-such-word")).unwrap_err());
+        let error = format!("{:#}", Plugin::load(Path::new("no-such-word"), None).unwrap_err());
         assert!(error.contains("libnccl-net-no-such-word.so"), "{error}");
     }
 }

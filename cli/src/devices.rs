@@ -20,7 +20,7 @@ pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
     // The plugin leaves out what NCCL would not show; here all of it is wanted.
     // SAFETY: this process has no other thread yet.
     unsafe { std::env::set_var("NCCL_DEBUG", "INFO") };
-    let plugin = Plugin::load(path)?;
+    let plugin = Plugin::load(path, None)?;
     plugin.init().context("NCCL would drop this plugin")?;
     let count = plugin.devices().context("NCCL would drop this plugin")?;
     let devices = (0..count).map(|dev| plugin.properties(dev)).collect::<Result<Vec<_>, _>>()?;
@@ -30,7 +30,8 @@ pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
         let report = Report { plugin: path, network: plugin.name(), devices: &devices, log: &log };
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
-        println!("plugin {}, network {} (select it with NCCL_NET={1})", path.display(), plugin.name());
+        let (name, version) = (plugin.name(), plugin.version().number());
+        println!("plugin {}, ABI v{version}, network {name} (select it with NCCL_NET={name})", path.display());
         if !devices.is_empty() {
             println!("{}", table(&devices));
         }

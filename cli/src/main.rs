@@ -106,6 +106,9 @@ struct ContractArgs {
     plugin: PluginArg,
     #[command(flatten)]
     hosts: HostsArg,
+    /// Version of NCCL's plugin ABI [default: the highest that the plugin exports, as NCCL takes it]
+    #[arg(long, value_enum, value_name = "VERSION")]
+    abi: Option<abi::Version>,
     /// Processes in the cases that take any number
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(2..=8))]
     procs: u8,
@@ -154,6 +157,7 @@ impl ContractArgs {
         let most = if self.quick { 1 << 20 } else { usize::MAX };
         let options = contract::Options {
             plugin: self.plugin.path(),
+            abi: self.abi,
             dev: self.dev,
             procs: usize::from(self.procs),
             sizes: self.sizes.iter().copied().filter(|&size| size <= most).collect(),

@@ -79,7 +79,7 @@ fn spread(values: impl Iterator<Item = f64>) -> (f64, f64, f64) {
 
 /// The work of one process.
 pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::Result<()> {
-    let (plugin, _) = pipe::open(&job.plugin, job.dev)?;
+    let (plugin, _) = pipe::open(&job.plugin, None, job.dev)?;
     let peer = 1 - seat.rank;
     let pipe = Pipe::connect(&plugin, mail, job.dev, peer, peer, job.depth)?;
     let most = job.sizes.iter().copied().max().unwrap_or(0);

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use crate::abi::{Buffer, Memory, Plugin, Properties, RecvComm, SendComm, Slot};
+use crate::abi::{Buffer, Memory, Plugin, Properties, RecvComm, SendComm, Slot, Version};
 use crate::procs::Mailbox;
 use crate::wire::{self, Link};
 
@@ -122,8 +122,8 @@ impl<'a> Pipe<'a> {
 }
 
 /// Loads the plugin and picks a device, as every rank of a measurement does first.
-pub(crate) fn open(path: &std::path::Path, dev: i32) -> anyhow::Result<(Plugin, Properties)> {
-    let plugin = Plugin::load(path)?;
+pub(crate) fn open(path: &std::path::Path, version: Option<Version>, dev: i32) -> anyhow::Result<(Plugin, Properties)> {
+    let plugin = Plugin::load(path, version)?;
     plugin.init()?;
     let count = plugin.devices()?;
     ensure!(dev < count, "device {dev} is asked for, but the plugin has {count}; `nccl-rdma devices` tells why");

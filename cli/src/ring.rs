@@ -93,7 +93,7 @@ pub(crate) fn run(
 
 /// The work of one process.
 pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::Result<()> {
-    let (plugin, properties) = pipe::open(&job.plugin, job.dev)?;
+    let (plugin, properties) = pipe::open(&job.plugin, None, job.dev)?;
     let (rank, n) = (seat.rank, seat.ranks);
     let pipe = Pipe::connect(&plugin, mail, job.dev, (rank + 1) % n, (rank + n - 1) % n, DEPTH)?;
     mail.report(&Note::Using {

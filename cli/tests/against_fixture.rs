@@ -45,6 +45,14 @@ mod tests {
     }
 
     #[test]
+    fn a_version_that_is_not_exported_is_named() {
+        let output = nccl_rdma("", &["contract", "--abi", "v9"]);
+        let text = text(&output);
+        assert!(!output.status.success(), "{text}");
+        assert!(text.contains("exports no ncclNetPlugin_v9"), "{text}");
+    }
+
+    #[test]
     fn breaches_of_the_data_path_are_caught() {
         caught("wrong-size", "sizes", "has size 1, not 0");
         caught("past-end", "sizes", "the guard after the buffer was written to");

@@ -3,6 +3,13 @@
 //! No logic lives here: arguments are checked and turned into the engine's own types, results into ncclResult_t. Every
 //! entry goes through [`guard::call`], so nothing unwinds out of here.
 
+mod entries;
 mod guard;
 pub mod types;
+pub mod v10;
+pub mod v6;
+pub mod v7;
 pub mod v8;
+pub mod v9;
+
+pub use entries::Table;

@@ -185,9 +185,9 @@ settings! {
     ib_addr_range: Option<IpNet> = None, "NCCL_IB_ADDR_RANGE", Any, "CIDR range that the GID chosen automatically must lie in";
     ib_timeout: u8 = 20, "NCCL_IB_TIMEOUT", RangeOrForever(1, 31), "wait for an acknowledgement: 4.096 us x 2^n";
     ib_retry_cnt: u8 = 7, "NCCL_IB_RETRY_CNT", Range(0, 7), "times that the NIC sends again before it gives up";
-    ib_tc: Option<u8> = None, "NCCL_IB_TC", Range(-1, 255), "traffic class of data (RoCE: DSCP in the upper 6 bits); -1: 0";
+    ib_tc: Option<u8> = None, "NCCL_IB_TC", Range(-1, 255), "traffic class of data (RoCE: DSCP in the upper 6 bits); -1: what the communicator asks for with RoCE, else 0";
     ib_fifo_tc: Option<u8> = None, "NCCL_IB_FIFO_TC", Range(-1, 255), "traffic class of what goes from receiver to sender; -1: as NCCL_IB_TC";
-    ib_sl: Option<u8> = None, "NCCL_IB_SL", Range(-1, 15), "service level; -1: 0";
+    ib_sl: Option<u8> = None, "NCCL_IB_SL", Range(-1, 15), "service level; -1: what the communicator asks for with InfiniBand, else 0";
     ib_pkey: u16 = 0, "NCCL_IB_PKEY", Range(0, 65535), "index in the P_Key table";
     ib_qps_per_connection: usize = 1, "NCCL_IB_QPS_PER_CONNECTION", Range(1, 16), "QPs on each rail of a connection";
     ib_split_data_on_qps: bool = false, "NCCL_IB_SPLIT_DATA_ON_QPS", Any, "1: cut large messages over all QPs of a rail; 0: QPs take turns";
@@ -215,7 +215,7 @@ settings! {
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
 }
 
-/// `NCCL_IB_*` names that ask for what happens anyway: a plugin of ABI v8 is never asked to merge NICs.
+/// `NCCL_IB_*` names that ask for what happens anyway: NCCL never merges the devices of this plugin.
 const MOOT: &[&str] = &["NCCL_IB_MERGE_NICS"];
 
 /// Names that have no effect on this plugin though people set them, and what to know or to use instead.

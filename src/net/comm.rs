@@ -383,7 +383,7 @@ impl Comm {
     /// # Safety
     /// No other data path call on this comm runs at once; `data` is inside what `mr` registered on this comm and stays in
     /// place until the request is done or the comm is closed.
-    #[inline]
+    #[inline(always)] // else only one ABI version's entry would have it inlined
     pub unsafe fn isend(&self, data: u64, size: u64, tag: u32, mr: &MrHandle) -> Result<Option<Request>, NetError> {
         let Self::Send(comm) = self else { return Err(NetError::misuse("isend on a receiving comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
@@ -402,7 +402,7 @@ impl Comm {
     ///
     /// # Safety
     /// As [`Comm::isend`], for every buffer.
-    #[inline]
+    #[inline(always)] // as isend
     pub unsafe fn irecv(&self, buffers: &Buffers) -> Result<Option<Request>, NetError> {
         let Self::Recv(comm) = self else { return Err(NetError::misuse("irecv on a sending comm")) };
         // SAFETY: one data path call at a time, by this function's contract.

@@ -84,7 +84,7 @@ pub(super) fn too_late(what: &str, peer: &str, limit: Duration) -> NetError {
 }
 
 impl Side {
-    fn make(device: &Device, config: &Config) -> Result<Self, NetError> {
+    fn make(device: &Device, class: Option<u8>, config: &Config) -> Result<Self, NetError> {
         if device.rails.is_empty() {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
@@ -95,16 +95,16 @@ impl Side {
         for rail in &device.rails {
             mrs.push(register_own(rail, &pages, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
         }
-        let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, config)?;
+        let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, class, config)?;
         Ok(Self { draft, ring: (mrs, pages), device: device.name.to_string_lossy().into_owned() })
     }
 }
 
 impl Connecting {
-    pub(super) fn start(device: &Device, handle: &Handle, config: &Config, now: Instant) -> Self {
+    pub(super) fn start(device: &Device, handle: &Handle, class: Option<u8>, config: &Config, now: Instant) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let deadline = now + config.connect_timeout;
-        let stage = match Side::make(device, config) {
+        let stage = match Side::make(device, class, config) {
             Ok(side) => Stage::Dialing(Connector::new(handle, None, now, deadline).reach_by(now + DIAL), side),
             Err(e) => Stage::Declining(Connector::new(handle, None, now, deadline.min(now + TELL)), e),
         };
@@ -135,6 +135,7 @@ impl Connecting {
                         let rkeys: Vec<u32> = side.ring.0.iter().map(Mr::rkey).collect();
                         let offer = Hello {
                             who: ourselves(),
+                            class: side.draft.class(),
                             ring_address: side.ring.1.address(),
                             rails: side.draft.describe(&rkeys),
                             pairs: Vec::new(),

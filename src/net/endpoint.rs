@@ -63,12 +63,14 @@ struct DraftRail {
     cq: Arc<Cq>,
     port: Arc<Port>,
     gid: gid::Choice,
+    service: Service,
 }
 
 /// One side of a connection that is being set up.
 #[derive(Debug)]
 pub(super) struct Draft {
     role: Role,
+    class: Option<u8>,
     rails: Vec<DraftRail>,
     attempts: u32,
     not_before: Option<Instant>,
@@ -97,16 +99,19 @@ impl Role {
 }
 
 impl Draft {
-    /// Makes `qps` QPs on each port and takes them to Init.
+    /// Makes `qps` QPs on each port and takes them to Init. `class` is the traffic class that the communicator asks for.
     pub(super) fn create(
         role: Role,
         ports: &[Arc<Port>],
         qps: usize,
         recvs: u32,
+        class: Option<u8>,
         config: &Config,
     ) -> Result<Self, NetError> {
         let mut rails = Vec::with_capacity(ports.len());
         for port in ports {
+            let service = Service::of(role, port.link_layer(), class, config)
+                .map_err(|why| NetError::new(Code::InvalidArgument, format!("{}:{}: {why}", port.name, port.num)))?;
             let gid = port.gid(config)?;
             let entries: u32 = (0..qps)
                 .map(|q| {
@@ -126,9 +131,13 @@ impl Draft {
                     .map_err(|r| verbs(port, r.error))?;
                 list.push(DraftQp { num: qp.num(), stage: Stage::Init(qp), psn: random24(), flow_label: random24() });
             }
-            rails.push(DraftRail { qps: list, cq, port: Arc::clone(port), gid });
+            rails.push(DraftRail { qps: list, cq, port: Arc::clone(port), gid, service });
         }
-        Ok(Self { role, rails, attempts: 0, not_before: None })
+        Ok(Self { role, class, rails, attempts: 0, not_before: None })
+    }
+
+    pub(super) fn class(&self) -> Option<u8> {
+        self.class
     }
 
     /// Describes this side to the peer; `ring_rkeys` by rail.
@@ -208,8 +217,8 @@ impl Draft {
             let mtu = rail.port.attr.active_mtu.min(u32::from(far.mtu));
             for (qp, far_qp) in rail.qps.iter_mut().zip(&far.qps) {
                 let rtr = RtrAttr {
-                    address: address(&rail.port, &rail.gid, far, qp.flow_label, traffic_class(role, config)),
-                    service_level: config.ib_sl.unwrap_or(0),
+                    address: address(&rail.port, &rail.gid, far, qp.flow_label, rail.service.class),
+                    service_level: rail.service.level,
                     port: rail.port.num,
                     dest_qp_num: far_qp.num,
                     rq_psn: far_qp.psn,
@@ -303,7 +312,7 @@ impl Draft {
 
     /// A QP on `rail`, connected to itself, whose reads push the NIC's earlier writes into the GPU.
     pub(super) fn loopback(&self, rail: usize, config: &Config) -> Result<Qp<Rts>, NetError> {
-        let DraftRail { cq, port, gid, .. } = &self.rails[rail];
+        let DraftRail { cq, port, gid, service, .. } = &self.rails[rail];
         let caps = QpCaps { max_send_wr: FLUSH_QUEUE, max_recv_wr: 1, max_inline: 0 };
         let qp = Qp::create(port.registrar.pd(), cq, cq, caps)
             .map_err(|e| verbs(port, e))?
@@ -313,7 +322,7 @@ impl Draft {
         let own = self.describe(&[]).swap_remove(rail);
         let rtr = RtrAttr {
             address: address(port, gid, &own, 0, 0),
-            service_level: config.ib_sl.unwrap_or(0),
+            service_level: service.level,
             port: port.num,
             dest_qp_num: qp.num(),
             rq_psn: psn,
@@ -376,12 +385,30 @@ impl DraftQp {
     }
 }
 
-/// The class of what this side sends: data from the sending side, credits from the receiving side.
-fn traffic_class(role: Role, config: &Config) -> u8 {
-    let data = config.ib_tc.unwrap_or(0);
-    match role {
-        Role::Send => data,
-        Role::Recv => config.ib_fifo_tc.unwrap_or(data),
+/// How the fabric treats what this side of a rail sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Service {
+    /// Traffic class of the GRH; with RoCE the type of service, DSCP in the upper 6 bits.
+    class: u8,
+    level: u8,
+}
+
+impl Service {
+    /// `asked` is the communicator's traffic class: with RoCE the type of service, with InfiniBand the service level. What
+    /// the environment says goes before it.
+    fn of(role: Role, layer: LinkLayer, asked: Option<u8>, config: &Config) -> Result<Self, String> {
+        let (roce, ib) = if layer == LinkLayer::InfiniBand { (None, asked) } else { (asked, None) };
+        // Data go from the sending side, credits from the receiving side.
+        let fifo = if role == Role::Recv { config.ib_fifo_tc } else { None };
+        let class = fifo.or(config.ib_tc).or(roce).unwrap_or(0);
+        let level = config.ib_sl.or(ib).unwrap_or(0);
+        if level > 15 {
+            return Err(format!(
+                "the communicator asks for traffic class {level}, which on InfiniBand is the service level, 0 to 15: ask for one \
+                 of these, or set NCCL_IB_SL on every host"
+            ));
+        }
+        Ok(Self { class, level })
     }
 }
 
@@ -405,4 +432,36 @@ fn address(port: &Port, gid: &gid::Choice, far: &HelloRail, flow_label: u32, tra
 
 fn verbs(port: &Port, e: VerbsError) -> NetError {
     NetError::new(Code::System, e.with(format_args!("port {}", port.num)).to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn service(role: Role, layer: LinkLayer, asked: Option<u8>, set: &[(&str, &str)]) -> Result<(u8, u8), String> {
+        let find = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let (config, _) = Config::load(&find, std::iter::empty());
+        Service::of(role, layer, asked, &config).map(|s| (s.class, s.level))
+    }
+
+    #[test]
+    fn traffic_class_is_type_of_service_with_roce_and_service_level_with_infiniband() {
+        use LinkLayer::{Ethernet, InfiniBand};
+        for role in [Role::Send, Role::Recv] {
+            assert_eq!(service(role, Ethernet, None, &[]), Ok((0, 0)));
+            assert_eq!(service(role, Ethernet, Some(106), &[]), Ok((106, 0)));
+            assert_eq!(service(role, InfiniBand, Some(3), &[]), Ok((0, 3)));
+            let refused = service(role, InfiniBand, Some(106), &[]).expect_err("there is no such level");
+            assert!(refused.contains("106") && refused.contains("NCCL_IB_SL"), "{refused}");
+        }
+    }
+
+    #[test]
+    fn the_environment_goes_before_the_communicator() {
+        use LinkLayer::{Ethernet, InfiniBand};
+        let set = [("NCCL_IB_TC", "40"), ("NCCL_IB_FIFO_TC", "8"), ("NCCL_IB_SL", "2")];
+        assert_eq!(service(Role::Send, Ethernet, Some(106), &set), Ok((40, 2)));
+        assert_eq!(service(Role::Recv, Ethernet, Some(106), &set), Ok((8, 2)));
+        assert_eq!(service(Role::Send, InfiniBand, Some(106), &set), Ok((40, 2)));
+    }
 }

@@ -23,7 +23,7 @@ pub(crate) mod kind {
 }
 
 /// Version of these bodies; both ends must have the same.
-const BODY_VERSION: u16 = 1;
+const BODY_VERSION: u16 = 2;
 /// Longest name in a body, bytes; verbs device names have at most 63.
 const MAX_NAME: usize = 64;
 /// Most QPs of one rail.
@@ -87,6 +87,8 @@ impl std::fmt::Display for Who {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) who: Who,
+    /// Traffic class that the connecting side's communicator asks for.
+    pub(crate) class: Option<u8>,
     /// Address of the credit ring; 0 from the accepting side.
     pub(crate) ring_address: u64,
     pub(crate) rails: Vec<HelloRail>,
@@ -122,6 +124,8 @@ impl Hello {
         w.text(&self.who.version);
         w.text(&self.who.host);
         w.u32(self.who.pid);
+        w.u8(u8::from(self.class.is_some()));
+        w.u8(self.class.unwrap_or(0));
         w.u64(self.ring_address);
         w.count(self.rails.len());
         for rail in &self.rails {
@@ -172,6 +176,8 @@ impl Hello {
             });
         }
         let who = Who { version: plugin, host: r.text()?, pid: r.u32()? };
+        let (asked, class) = (r.u8()? == 1, r.u8()?);
+        let class = asked.then_some(class);
         let ring_address = r.u64()?;
         let n = r.count(MAX_RAILS)?;
         let mut rails = Vec::with_capacity(n);
@@ -217,7 +223,7 @@ impl Hello {
         if !(1..=5).contains(&rails.iter().map(|x| x.mtu).min().unwrap_or(0)) || rails.iter().any(|x| x.mtu > 5) {
             return Err(HelloError::Damaged("rails or their MTU"));
         }
-        Ok(Self { who, ring_address, rails, pairs })
+        Ok(Self { who, class, ring_address, rails, pairs })
     }
 }
 
@@ -315,6 +321,7 @@ mod tests {
         };
         Hello {
             who: Who { version: "0.1.0".into(), host: "node-a".into(), pid: 42 },
+            class: (rails > 1).then_some(106),
             ring_address: 0x7000_0000,
             rails: (0..rails).map(rail).collect(),
             pairs: vec![(0, 1)],

@@ -167,7 +167,13 @@ impl Pending {
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
                         Poll::Ready(Ok(())) => {
                             let ground = Ground::lay(&draft, config).map_err(|e| refuse_with(&mut self.channel, e))?;
-                            let answer = Hello { who: ourselves(), ring_address: 0, rails: draft.describe(&[]), pairs };
+                            let answer = Hello {
+                                who: ourselves(),
+                                class: offer.class,
+                                ring_address: 0,
+                                rails: draft.describe(&[]),
+                                pairs,
+                            };
                             self.channel
                                 .send(kind::ANSWER, &answer.encode())
                                 .map_err(|e| lost(&self.channel, &e.to_string()))?;
@@ -246,7 +252,7 @@ fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draf
         return Err(mismatch("the offer has no QPs".to_owned()));
     }
     let ports: Vec<Arc<Port>> = pairs.iter().map(|&(_, ours)| Arc::clone(&rails[ours])).collect();
-    let draft = Draft::create(Role::Recv, &ports, qps, Rx::RECV_QUEUE, config)?;
+    let draft = Draft::create(Role::Recv, &ports, qps, Rx::RECV_QUEUE, offer.class, config)?;
     let mut all: Vec<_> = offer.rails.drain(..).map(Some).collect();
     offer.rails = pairs.iter().filter_map(|&(theirs, _)| all[theirs].take()).collect();
     for rail in &mut offer.rails {
@@ -337,12 +343,12 @@ mod tests {
         let engine = engine(&[]);
         let (mut listener, mut handle) = engine.listen(0).expect("a listener");
         until("a peer that has proved itself", || {
-            assert!(engine.connect(0, &mut handle).expect("connect").is_none());
+            assert!(engine.connect(0, &mut handle, None).expect("connect").is_none());
             assert!(engine.accept(&mut listener).expect("accept").is_none());
             (!listener.peers.is_empty()).then_some(())
         });
         drop(listener);
-        until("the error", || engine.connect(0, &mut handle).err());
+        until("the error", || engine.connect(0, &mut handle, None).err());
         assert!(engine.connecting.is_empty());
     }
 }

@@ -93,8 +93,8 @@ static INIT: Mutex<()> = Mutex::new(());
 
 impl Engine {
     /// Starts the engine, or, when it runs already, only takes the new logger. Without devices it succeeds: NCCL asks for
-    /// their number next and goes on to another transport.
-    pub fn init(logger: ncclDebugLogger_t) -> Result<(), NetError> {
+    /// their number next and goes on to another transport. `abi` is the version of the plugin ABI that NCCL chose.
+    pub fn init(logger: ncclDebugLogger_t, abi: u8) -> Result<(), NetError> {
         let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
         let nccl_debug = std::env::var("NCCL_DEBUG").ok();
         observe::install(logger, nccl_debug.as_deref());
@@ -104,7 +104,7 @@ impl Engine {
         let (config, warnings) = Config::from_process();
         tracing::info!(
             target: "init",
-            "nccl-net-rdma {} (commit {}), plugin ABI v8",
+            "nccl-net-rdma {} (commit {}), plugin ABI v{abi}",
             env!("CARGO_PKG_VERSION"),
             option_env!("NCCL_NET_RDMA_COMMIT").unwrap_or("unknown")
         );
@@ -182,8 +182,14 @@ impl Engine {
         Accepting::listen(device, &self.config).map_err(NetError::printed)
     }
 
-    /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls.
-    pub fn connect(&self, dev: c_int, handle: &mut [u8; HANDLE_BYTES]) -> Result<Option<Box<Comm>>, NetError> {
+    /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls. `class` is the
+    /// traffic class that the communicator asks for.
+    pub fn connect(
+        &self,
+        dev: c_int,
+        handle: &mut [u8; HANDLE_BYTES],
+        class: Option<u8>,
+    ) -> Result<Option<Box<Comm>>, NetError> {
         let now = Instant::now();
         let spare = Handle::spare(handle);
         let id = match u64::from_le_bytes(*spare.first_chunk().unwrap_or(&[0; 8])) {
@@ -192,7 +198,7 @@ impl Engine {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
                     .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
-                let connecting = Connecting::start(device, &parsed, &self.config, now);
+                let connecting = Connecting::start(device, &parsed, class, &self.config, now);
                 self.reap(now);
                 let id = connecting.id();
                 let mut spare = [0; SPARE_BYTES];

@@ -120,7 +120,7 @@ fn connection_by(from: &Engine, to: &Engine, way: impl FnOnce(&mut [u8; HANDLE_B
     let (mut send, mut recv) = (None, None);
     until("connection", || {
         if send.is_none() {
-            send = from.connect(0, &mut handle).expect("connect");
+            send = from.connect(0, &mut handle, None).expect("connect");
         }
         if recv.is_none() {
             recv = to.accept(&mut listener).expect("accept");
@@ -169,7 +169,7 @@ fn a_sender_may_close_before_accept_has_finished() {
     let engine = engine(&[]);
     let (mut listener, mut handle) = engine.listen(0).expect("a listener");
     let send = until("connect", || {
-        let send = engine.connect(0, &mut handle).expect("connect");
+        let send = engine.connect(0, &mut handle, None).expect("connect");
         if send.is_none() {
             assert!(engine.accept(&mut listener).expect("accept").is_none());
         }
@@ -197,7 +197,7 @@ fn a_peer_that_is_slow_to_accept_is_waited_for() {
     let engine = engine(&[]);
     let (mut listener, mut handle) = engine.listen(0).expect("a listener");
     for _ in 0..100 {
-        assert!(engine.connect(0, &mut handle).expect("connect").is_none());
+        assert!(engine.connect(0, &mut handle, None).expect("connect").is_none());
         std::thread::sleep(Duration::from_micros(100));
     }
     let id = *engine.connecting.iter().next().expect("it is under way").key();
@@ -217,11 +217,11 @@ fn an_accept_that_fails_at_its_end_tells_why() {
     let (mut listener, mut handle) = engine.listen(0).expect("a listener");
     let mut told = None;
     let why = until("accept's error", || {
-        told = told.take().or_else(|| engine.connect(0, &mut handle).map(|c| assert!(c.is_none())).err());
+        told = told.take().or_else(|| engine.connect(0, &mut handle, None).map(|c| assert!(c.is_none())).err());
         engine.accept(&mut listener).err()
     });
     assert!(why.text.contains("ibv_create_qp"), "{why}");
-    let told = told.unwrap_or_else(|| until("connect's error", || engine.connect(0, &mut handle).err()));
+    let told = told.unwrap_or_else(|| until("connect's error", || engine.connect(0, &mut handle, None).err()));
     assert!(told.text.contains("ibv_create_qp"), "{told}");
 }
 

@@ -187,7 +187,7 @@ impl<P: Post> Receiver<P> {
     /// # Safety
     /// Each buffer is registered for remote writes under its keys, which stay alive until the request is done, until
     /// [`Keys::in_flight`] is 0, or until this receiver is dropped; the memory stays in place as long.
-    #[inline]
+    #[inline(always)] // with the comm's
     pub unsafe fn irecv(&mut self, buffers: &[Buffer]) -> Result<Option<u8>, Fault> {
         debug_assert!((1..=MAX_GROUP).contains(&buffers.len()));
         if let Some(fault) = &self.fault {

@@ -142,7 +142,7 @@ impl<P: Post> Sender<P> {
     /// # Safety
     /// `data` is `size` bytes registered under `keys`, which stays alive until the request is done, until
     /// [`Keys::in_flight`] is 0, or until this sender is dropped; the bytes stay in place as long.
-    #[inline]
+    #[inline(always)] // with the comm's
     pub unsafe fn isend(&mut self, data: u64, size: u64, tag: u32, keys: NonNull<Keys>) -> Result<Option<u8>, Fault> {
         // Once the first member is matched, its entry may hold a credit of the next lap already.
         if self.matched & 1 == 0 && !self.credits.ready(self.head) {

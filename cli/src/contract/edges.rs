@@ -227,7 +227,7 @@ fn reconnect(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 
 fn reload(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     without_leak(rank.rounds(46), || {
-        let plugin = Plugin::load(&rank.options.plugin)?;
+        let plugin = Plugin::load(&rank.options.plugin, rank.options.abi)?;
         plugin.init()?;
         ensure!(plugin.devices()? > rank.options.dev, "the device has gone");
         loopback(rank, &plugin, &[4096, 0])

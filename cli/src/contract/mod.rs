@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::abi::{MAX_GROUP, Plugin, Properties};
+use crate::abi::{MAX_GROUP, Plugin, Properties, Version};
 use crate::hosts::Meeting;
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
@@ -22,6 +22,8 @@ use traffic::{Flow, Incoming, Manner, Outgoing, Random};
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Options {
     pub plugin: PathBuf,
+    /// None: the highest that the plugin exports.
+    pub abi: Option<Version>,
     pub dev: i32,
     /// Processes of the cases that take any number.
     pub procs: usize,
@@ -103,7 +105,8 @@ pub(crate) fn run(options: &Options, only: &[String], meeting: Option<&Meeting>)
         ensure!(all().iter().any(|c| c.name == name), "there is no case {name:?}; see --list");
     }
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    println!("contract of NCCL's network plugins, version 8: {}, seed {}", options.plugin.display(), options.seed);
+    let version = Plugin::load(&options.plugin, options.abi)?.version().number();
+    println!("contract of NCCL's network plugins, ABI v{version}: {}, seed {}", options.plugin.display(), options.seed);
     println!("{}", ROWS.head());
     for case in all().iter().filter(|c| only.is_empty() || only.iter().any(|n| n == c.name)) {
         let start = Instant::now();
@@ -174,7 +177,7 @@ fn play(case: &Case, options: &Options, meeting: Option<&Meeting>) -> anyhow::Re
 pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::Result<()> {
     let cases = all();
     let case = cases.iter().find(|c| c.name == job.case).context("no such case")?;
-    let plugin = Plugin::load(&job.options.plugin)?;
+    let plugin = Plugin::load(&job.options.plugin, job.options.abi)?;
     plugin.init()?;
     let count = plugin.devices()?;
     let dev = job.options.dev;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
-use crate::abi::{Buffer, Memory, Plugin, RecvComm, SendComm, Slot};
+use crate::abi::{Buffer, Memory, Plugin, RecvComm, SendComm, Slot, Version};
 use crate::pipe;
 
 /// A way to use a connection.
@@ -209,7 +209,8 @@ impl Pair<'_> {
 
 /// Connects and runs one setting.
 pub(crate) fn run(plugin: &Path, setting: &Setting) -> anyhow::Result<()> {
-    let (plugin, _) = pipe::open(plugin, 0)?;
+    // Always one version, so that figures can be compared.
+    let (plugin, _) = pipe::open(plugin, Some(Version::V8), 0)?;
     let (mut handle, listener) = plugin.listen(0)?;
     let (mut send, mut recv) = (None, None);
     let deadline = Instant::now() + Duration::from_secs(60);

@@ -1,0 +1,595 @@
+//! What the entries of the table do, whatever the version: a version's own file has only its table, its properties and
+//! the entries whose arguments no other version has.
+//!
+//! Entries are generic where versions differ in a type alone, and the table's own type picks the right one.
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use crate::config::Config;
+use crate::memory::Memory;
+use crate::net::{self, Accepting, Comm, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
+use crate::transfer::MAX_GROUP;
+
+use super::guard::call;
+use super::types::{
+    MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_TRAFFIC_CLASS_UNDEF, NCCL_PTR_CUDA, NCCL_PTR_HOST,
+    ncclDebugLogger_t, ncclResult_t,
+};
+
+const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
+
+/// Largest n of irecv.
+pub(super) const MAX_RECVS: c_int = 8;
+const _: () = assert!(MAX_GROUP == 8);
+
+/// Most bytes of one message. NCCL cuts larger transfers itself, in every version; test has an int for a size.
+pub(super) const MAX_MESSAGE: usize = MAX_NET_SIZE as usize;
+
+/// The table that NCCL reads, before init too.
+#[repr(transparent)]
+#[derive(Debug)]
+pub struct Table<T>(T);
+
+impl<T> Table<T> {
+    pub(super) const fn new(table: T) -> Self {
+        Self(table)
+    }
+}
+
+// SAFETY: constants and function pointers (only this room makes tables); nobody writes it.
+unsafe impl<T> Sync for Table<T> {}
+
+/// The table of a version: what all have, and the rest as given.
+macro_rules! table {
+    ($table:ident { $($entry:ident: $value:expr),* $(,)? }) => {
+        /// The exported table.
+        pub const TABLE: Table<$table> = Table::new($table {
+            name: crate::net::NAME.as_ptr(),
+            devices: Some(entries::devices),
+            getProperties: Some(entries::get_properties),
+            regMr: Some(entries::reg_mr),
+            regMrDmaBuf: Some(entries::reg_mr_dma_buf),
+            deregMr: Some(entries::dereg_mr),
+            iflush: Some(entries::iflush),
+            test: Some(entries::test),
+            closeSend: Some(entries::close_send),
+            closeRecv: Some(entries::close_recv),
+            closeListen: Some(entries::close_listen),
+            $($entry: $value),*
+        });
+    };
+}
+pub(super) use table;
+
+/// What a version's getProperties fills.
+pub(super) trait Properties {
+    fn of(index: c_int, device: &Device, config: &Config) -> Self;
+}
+
+/// The properties of a version: what all have, and the rest as given.
+macro_rules! properties {
+    ($properties:ident, |$index:pat_param, $config:pat_param| { $($field:ident: $value:expr),* $(,)? }) => {
+        impl crate::abi::entries::Properties for $properties {
+            fn of($index: c_int, device: &crate::net::Device, $config: &crate::config::Config) -> Self {
+                Self {
+                    name: device.name.as_ptr().cast_mut(),
+                    pciPath: device.pci_path.as_ref().map_or(std::ptr::null_mut(), |p| p.as_ptr().cast_mut()),
+                    guid: device.guid,
+                    ptrSupport: device.ptr_support(),
+                    speed: c_int::try_from(device.speed).unwrap_or(c_int::MAX),
+                    port: device.port,
+                    latency: device.latency,
+                    maxComms: device.max_comms,
+                    maxRecvs: crate::abi::entries::MAX_RECVS,
+                    $($field: $value),*
+                }
+            }
+        }
+    };
+}
+pub(super) use properties;
+
+/// Rights differ between the directions, so a registration is of its comm.
+pub(super) const REG_IS_GLOBAL: c_int = 0;
+
+/// How a version gives sizes: int or size_t.
+pub(super) trait Size: Copy + fmt::Display {
+    /// As the size of a message.
+    fn message(self) -> Option<u64>;
+    /// As the size of memory.
+    fn range(self) -> Option<usize>;
+}
+
+impl Size for c_int {
+    #[inline]
+    fn message(self) -> Option<u64> {
+        // A negative size becomes one that is too large.
+        usize::message(self.cast_unsigned() as usize)
+    }
+
+    fn range(self) -> Option<usize> {
+        usize::try_from(self).ok()
+    }
+}
+
+impl Size for usize {
+    #[inline]
+    fn message(self) -> Option<u64> {
+        (self <= MAX_MESSAGE).then_some(self as u64)
+    }
+
+    fn range(self) -> Option<usize> {
+        Some(self)
+    }
+}
+
+#[cold]
+fn no_message(call: &'static str, size: impl Size) -> NetError {
+    NetError::misuse(&format!("{call} of {size} bytes; a message has 0 to {MAX_MESSAGE}"))
+}
+
+/// An argument that must not be NULL.
+#[inline]
+fn given<T>(p: *mut T, what: &'static str) -> Result<NonNull<T>, NetError> {
+    NonNull::new(p).ok_or_else(|| null(what))
+}
+
+#[cold]
+fn null(what: &'static str) -> NetError {
+    NetError::misuse(&format!("{what} is NULL"))
+}
+
+/// # Safety
+/// `comm` came from connect or accept and is not closed.
+#[inline]
+unsafe fn comm<'a>(comm: *mut c_void) -> Result<&'a Comm, NetError> {
+    let comm = given(comm, "the comm")?.cast::<Comm>();
+    // SAFETY: by this function's contract.
+    Ok(unsafe { comm.as_ref() })
+}
+
+/// # Safety
+/// `handle` came from regMr or regMrDmaBuf and was not given back.
+#[inline]
+unsafe fn registration<'a>(handle: *mut c_void) -> Result<&'a MrHandle, NetError> {
+    let handle = given(handle, "the memory handle")?.cast::<MrHandle>();
+    // SAFETY: by this function's contract.
+    Ok(unsafe { handle.as_ref() })
+}
+
+/// Entry `i` of an array that NCCL passes.
+///
+/// # Safety
+/// The array has more than `i` entries.
+#[inline]
+unsafe fn entry<T: Copy>(array: NonNull<T>, i: usize) -> T {
+    // SAFETY: by this function's contract.
+    let place = unsafe { array.add(i) };
+    // SAFETY: as above.
+    unsafe { place.read() }
+}
+
+#[inline]
+fn request_pointer(request: Option<net::Request>) -> *mut c_void {
+    request.map_or(ptr::null_mut(), NonNull::as_ptr)
+}
+
+pub(super) unsafe extern "C" fn init<const VERSION: u8>(logger: ncclDebugLogger_t) -> ncclResult_t {
+    call("init", || Engine::init(logger, VERSION))
+}
+
+pub(super) unsafe extern "C" fn devices(ndev: *mut c_int) -> ncclResult_t {
+    call("devices", || {
+        let ndev = given(ndev, "ndev")?;
+        let count = c_int::try_from(Engine::get()?.devices().len()).unwrap_or(c_int::MAX);
+        // SAFETY: NCCL passes a place for one int.
+        unsafe { ndev.write(count) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn get_properties<P: Properties>(dev: c_int, props: *mut P) -> ncclResult_t {
+    call("getProperties", || {
+        let props = given(props, "props")?;
+        let engine = Engine::get()?;
+        let properties = P::of(dev, engine.device(dev)?, engine.config());
+        // SAFETY: NCCL passes a place for the properties.
+        unsafe { props.write(properties) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn listen(dev: c_int, handle: *mut c_void, listen_comm: *mut *mut c_void) -> ncclResult_t {
+    call("listen", || {
+        let out = given(listen_comm, "listenComm")?;
+        let handle = given(handle, "handle")?.cast::<[u8; HANDLE_BYTES]>();
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        let (listener, bytes) = Engine::get()?.listen(dev)?;
+        // SAFETY: NCCL passes a buffer of NCCL_NET_HANDLE_MAXSIZE bytes.
+        unsafe { handle.write(bytes) };
+        // SAFETY: as above.
+        unsafe { out.write(Box::into_raw(listener).cast()) };
+        Ok(())
+    })
+}
+
+/// The traffic class that a communicator asks for.
+pub(super) fn traffic_class(class: c_int) -> Result<Option<u8>, NetError> {
+    match u8::try_from(class) {
+        Ok(class) => Ok(Some(class)),
+        Err(_) if class == NCCL_NET_TRAFFIC_CLASS_UNDEF => Ok(None),
+        Err(_) => Err(NetError::misuse(&format!("trafficClass {class}; the fabrics have classes from 0 to 255"))),
+    }
+}
+
+/// One step of connect; `class` is the traffic class that the communicator asks for.
+///
+/// # Safety
+/// As NCCL calls connect: `handle` is its own copy of a handle, which only this call touches, `send_comm` a place for one
+/// pointer.
+pub(super) unsafe fn connect_with(
+    dev: c_int,
+    handle: *mut c_void,
+    send_comm: *mut *mut c_void,
+    class: impl FnOnce() -> Result<Option<u8>, NetError>,
+) -> ncclResult_t {
+    call("connect", || {
+        let out = given(send_comm, "sendComm")?;
+        // Never an error and a comm: NCCL would close it, and once more at the end.
+        // SAFETY: by this function's contract.
+        unsafe { out.write(ptr::null_mut()) };
+        let mut handle = given(handle, "handle")?.cast::<[u8; HANDLE_BYTES]>();
+        // SAFETY: by this function's contract.
+        let handle = unsafe { handle.as_mut() };
+        if let Some(comm) = Engine::get()?.connect(dev, handle, class()?)? {
+            // SAFETY: by this function's contract.
+            unsafe { out.write(Box::into_raw(comm).cast()) };
+        }
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn connect(dev: c_int, handle: *mut c_void, send_comm: *mut *mut c_void) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { connect_with(dev, handle, send_comm, || Ok(None)) }
+}
+
+/// With a place for the handle of a device that does the transport's work: left alone, there is none.
+pub(super) unsafe extern "C" fn connect_device<H>(
+    dev: c_int,
+    handle: *mut c_void,
+    send_comm: *mut *mut c_void,
+    _send_dev_comm: *mut *mut H,
+) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { connect(dev, handle, send_comm) }
+}
+
+pub(super) unsafe extern "C" fn accept(listen_comm: *mut c_void, recv_comm: *mut *mut c_void) -> ncclResult_t {
+    call("accept", || {
+        let out = given(recv_comm, "recvComm")?;
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        let mut listener = given(listen_comm, "listenComm")?.cast::<Accepting>();
+        // SAFETY: from listen, not closed; NCCL calls accept and closeListen of a comm from one thread.
+        let listener = unsafe { listener.as_mut() };
+        if let Some(comm) = Engine::get()?.accept(listener)? {
+            // SAFETY: as above.
+            unsafe { out.write(Box::into_raw(comm).cast()) };
+        }
+        Ok(())
+    })
+}
+
+/// As [`connect_device`].
+pub(super) unsafe extern "C" fn accept_device<H>(
+    listen_comm: *mut c_void,
+    recv_comm: *mut *mut c_void,
+    _recv_dev_comm: *mut *mut H,
+) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { accept(listen_comm, recv_comm) }
+}
+
+/// What NCCL says of memory that it registers; not a bit mask.
+fn memory(kind: c_int) -> Result<Memory, NetError> {
+    match u32::try_from(kind) {
+        Ok(NCCL_PTR_HOST) => Ok(Memory::Host),
+        Ok(NCCL_PTR_CUDA) => Ok(Memory::Gpu),
+        _ => Err(NetError::misuse(&format!("memory type {kind}; NCCL_PTR_HOST (1) and NCCL_PTR_CUDA (2) exist"))),
+    }
+}
+
+pub(super) unsafe extern "C" fn reg_mr<S: Size>(
+    comm_: *mut c_void,
+    data: *mut c_void,
+    size: S,
+    kind: c_int,
+    mhandle: *mut *mut c_void,
+) -> ncclResult_t {
+    call("regMr", || {
+        let out = given(mhandle, "mhandle")?;
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        let memory = memory(kind)?;
+        let Some(size) = size.range() else { return Err(NetError::misuse("regMr of a negative size")) };
+        // SAFETY: NCCL passes a comm of ours.
+        let comm = unsafe { comm(comm_) }?;
+        // SAFETY: NCCL keeps the range mapped until deregMr.
+        let handle = unsafe { comm.register(data as u64, size, memory) }?;
+        // SAFETY: as above.
+        unsafe { out.write(Arc::into_raw(handle).cast_mut().cast()) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn reg_mr_dma_buf(
+    comm_: *mut c_void,
+    data: *mut c_void,
+    size: usize,
+    kind: c_int,
+    offset: u64,
+    fd: c_int,
+    mhandle: *mut *mut c_void,
+) -> ncclResult_t {
+    call("regMrDmaBuf", || {
+        let out = given(mhandle, "mhandle")?;
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        if memory(kind)? == Memory::Host {
+            return Err(NetError::misuse("regMrDmaBuf for host memory"));
+        }
+        if fd < 0 {
+            return Err(NetError::misuse(&format!("regMrDmaBuf with descriptor {fd}")));
+        }
+        // SAFETY: NCCL keeps the descriptor open during the call.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        // SAFETY: NCCL passes a comm of ours.
+        let handle = unsafe { comm(comm_) }?.register_dmabuf(data as u64, size, offset, fd)?;
+        // SAFETY: as above.
+        unsafe { out.write(Arc::into_raw(handle).cast_mut().cast()) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn dereg_mr(comm_: *mut c_void, mhandle: *mut c_void) -> ncclResult_t {
+    call("deregMr", || {
+        let Some(handle) = NonNull::new(mhandle.cast::<MrHandle>()) else { return Ok(()) };
+        // SAFETY: NCCL passes a comm of ours.
+        let comm = unsafe { comm(comm_) }?;
+        // SAFETY: from regMr, given back once.
+        comm.deregister(unsafe { Arc::from_raw(handle.as_ptr()) });
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn isend<S: Size>(
+    send_comm: *mut c_void,
+    data: *mut c_void,
+    size: S,
+    tag: c_int,
+    mhandle: *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    call("isend", || {
+        let out = given(request, "request")?;
+        // The place may hold an older request: NCCL would take it for the new one.
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        let Some(size) = size.message() else { return Err(no_message("isend", size)) };
+        // SAFETY: NCCL passes a comm of ours.
+        let comm = unsafe { comm(send_comm) }?;
+        // SAFETY: NCCL passes a registration of this comm.
+        let mr = unsafe { registration(mhandle) }?;
+        // SAFETY: NCCL makes one data path call on a comm at a time and keeps the data until test says done.
+        let posted = unsafe { comm.isend(data as u64, size, tag.cast_unsigned(), mr) }?;
+        // SAFETY: as above.
+        unsafe { out.write(request_pointer(posted)) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn irecv<S: Size>(
+    recv_comm: *mut c_void,
+    n: c_int,
+    data: *mut *mut c_void,
+    sizes: *mut S,
+    tags: *mut c_int,
+    mhandles: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    call("irecv", || {
+        let out = given(request, "request")?;
+        // From v9 on it may hold a hint, which this plugin does not need.
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        // SAFETY: NCCL passes a comm of ours.
+        let comm = unsafe { comm(recv_comm) }?;
+        let n = group(n)?;
+        let (data, sizes) = (given(data, "data")?, given(sizes, "sizes")?);
+        let (tags, mhandles) = (given(tags, "tags")?, given(mhandles, "mhandles")?);
+        let mut buffers = net::Buffers::new();
+        for i in 0..n {
+            // SAFETY: NCCL passes n entries in each array; this is one of them.
+            let address = unsafe { entry(data, i) } as u64;
+            // SAFETY: as above.
+            let size = unsafe { entry(sizes, i) };
+            // SAFETY: as above.
+            let tag = unsafe { entry(tags, i) };
+            // SAFETY: as above.
+            let handle = unsafe { entry(mhandles, i) };
+            let Some(size) = size.message() else { return Err(no_message("irecv", size)) };
+            // SAFETY: NCCL passes registrations of this comm.
+            buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
+        }
+        // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
+        let posted = unsafe { comm.irecv(&buffers) }?;
+        // SAFETY: as above.
+        unsafe { out.write(request_pointer(posted)) };
+        Ok(())
+    })
+}
+
+#[inline]
+fn group(n: c_int) -> Result<usize, NetError> {
+    match usize::try_from(n) {
+        Ok(n) if (1..=MAX_GROUP).contains(&n) => Ok(n),
+        _ => Err(NetError::misuse(&format!("a group of {n}; maxRecvs is {MAX_GROUP}"))),
+    }
+}
+
+pub(super) unsafe extern "C" fn iflush(
+    recv_comm: *mut c_void,
+    n: c_int,
+    data: *mut *mut c_void,
+    sizes: *mut c_int,
+    mhandles: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    call("iflush", || {
+        let out = given(request, "request")?;
+        // NULL means done.
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        // SAFETY: NCCL passes a comm of ours.
+        let comm = unsafe { comm(recv_comm) }?;
+        let n = group(n)?;
+        let (data, sizes, mhandles) = (given(data, "data")?, given(sizes, "sizes")?, given(mhandles, "mhandles")?);
+        // In ragged groups sizes and buffers may not correspond, so one that is not empty is reason enough to flush all.
+        let mut any = false;
+        let mut buffers = net::Buffers::new();
+        for i in 0..n {
+            // SAFETY: NCCL passes n entries in each array; this is one of them.
+            any |= unsafe { entry(sizes, i) } > 0;
+            // SAFETY: as above.
+            let address = unsafe { entry(data, i) } as u64;
+            // SAFETY: as above.
+            let handle = unsafe { entry(mhandles, i) };
+            // SAFETY: NCCL passes registrations of this comm.
+            buffers.push(address, 0, 0, unsafe { registration(handle) }?);
+        }
+        if any {
+            // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
+            let posted = unsafe { comm.iflush(&buffers) }?;
+            // SAFETY: as above.
+            unsafe { out.write(request_pointer(posted)) };
+        }
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, sizes: *mut c_int) -> ncclResult_t {
+    call("test", || {
+        let done = given(done, "done")?;
+        // NCCL's own variable is not initialised.
+        // SAFETY: NCCL passes a place for one int.
+        unsafe { done.write(0) };
+        let request = given(request, "the request")?;
+        // SAFETY: NCCL tests requests that are open, from the thread of their comm.
+        let reported = match unsafe { Comm::test(request) }? {
+            Tested::Pending => return Ok(()),
+            Tested::Sent { size } => &[size][..],
+            Tested::Received { sizes } => sizes,
+            Tested::Flushed => &[],
+        };
+        if let Some(sizes) = NonNull::new(sizes) {
+            for (i, &size) in reported.iter().enumerate() {
+                // SAFETY: NCCL passes one int for a send, and one for each buffer of a receive.
+                let place = unsafe { sizes.add(i) };
+                // SAFETY: as above.
+                unsafe { place.write(narrow(size)) };
+            }
+        }
+        // SAFETY: as above.
+        unsafe { done.write(1) };
+        Ok(())
+    })
+}
+
+/// No message has more than [`MAX_MESSAGE`] bytes, so this loses nothing.
+#[inline]
+fn narrow(size: u64) -> c_int {
+    c_int::try_from(size).unwrap_or(c_int::MAX)
+}
+
+/// # Safety
+/// `comm` is NULL, or came from connect or accept and is not closed.
+unsafe fn close(comm: *mut c_void) {
+    // NCCL closes NULL after a connection that failed half-way.
+    if let Some(comm) = NonNull::new(comm.cast::<Comm>()) {
+        // SAFETY: by this function's contract.
+        let comm = unsafe { Box::from_raw(comm.as_ptr()) };
+        // SAFETY: NCCL has joined its progress thread before it closes.
+        unsafe { comm.close() };
+    }
+}
+
+pub(super) unsafe extern "C" fn close_send(send_comm: *mut c_void) -> ncclResult_t {
+    call("closeSend", || {
+        // SAFETY: NCCL passes a comm of ours, once.
+        unsafe { close(send_comm) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn close_recv(recv_comm: *mut c_void) -> ncclResult_t {
+    call("closeRecv", || {
+        // SAFETY: NCCL passes a comm of ours, once.
+        unsafe { close(recv_comm) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn close_listen(listen_comm: *mut c_void) -> ncclResult_t {
+    call("closeListen", || {
+        if let Some(listener) = NonNull::new(listen_comm.cast::<Accepting>()) {
+            // SAFETY: from listen, closed once.
+            drop(unsafe { Box::from_raw(listener.as_ptr()) });
+        }
+        Ok(())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::types::NCCL_NET_OPTIONAL_RECV_COMPLETION;
+    use super::*;
+
+    #[test]
+    fn a_message_has_0_to_1_gib_whatever_the_type_of_sizes() {
+        assert_eq!((0.message(), 0_usize.message()), (Some(0), Some(0)));
+        assert_eq!((MAX_MESSAGE.message(), (1 << 30).message()), (Some(1 << 30), Some(1 << 30)));
+        assert_eq!(((MAX_MESSAGE + 1).message(), usize::MAX.message()), (None, None));
+        assert_eq!(((-1).message(), c_int::MIN.message(), c_int::MAX.message()), (None, None, None));
+        assert_eq!(((-1).range(), 5.range(), usize::MAX.range()), (None, Some(5), Some(usize::MAX)));
+    }
+
+    #[test]
+    fn the_undefined_traffic_class_is_none_and_what_no_fabric_has_is_refused() {
+        assert_eq!(traffic_class(NCCL_NET_TRAFFIC_CLASS_UNDEF), Ok(None));
+        assert_eq!(traffic_class(106), Ok(Some(106)));
+        for class in [-2, 256] {
+            assert_eq!(traffic_class(class).map_err(|e| e.code), Err(net::Code::InvalidArgument));
+        }
+    }
+
+    /// Up to v8 the slot may hold an older request, from v9 on a hint: neither may be taken for a new request.
+    #[test]
+    fn what_the_request_slot_held_does_not_stay() {
+        let null = ptr::null_mut();
+        for held in [NCCL_NET_OPTIONAL_RECV_COMPLETION as usize, 0xbeef] {
+            let mut request = ptr::without_provenance_mut(held);
+            // SAFETY: NULL is refused before anything else is looked at.
+            let result = unsafe {
+                irecv::<usize>(null, 1, null.cast(), null.cast(), null.cast(), null.cast(), &raw mut request)
+            };
+            assert_eq!(result, ncclResult_t::ncclInvalidArgument);
+            assert!(request.is_null());
+        }
+    }
+}
