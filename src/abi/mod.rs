@@ -2,6 +2,9 @@
 //!
 //! No logic lives here: arguments are checked and turned into the engine's own types, results into ncclResult_t. Every
 //! entry goes through [`guard::call`], so nothing unwinds out of here.
+//!
+//! A new version is a header in `nccl-headers/` that `build.rs` names, its structs in the layout table, a file beside
+//! `v10.rs` with what it has and no other version, and a symbol in `plugin/`; the rest is in `entries`.
 
 mod entries;
 mod guard;
