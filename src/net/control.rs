@@ -90,7 +90,7 @@ impl ControlEvents for Events {
         }
         self.fail_dead(format!(
             "peer {} has been silent for {:.1} s, the keep-alive limit is {:.1} s (NCCL_NET_RDMA_KEEPALIVE_TIMEOUT), with {} \
-             transfers under way on {}: its process is stopped (a debugger, SIGSTOP), its host hangs or is down, or the \
+             transfer(s) under way on {}: its process is stopped (a debugger, SIGSTOP), its host hangs or is down, or the \
              network between is cut; look at that process and host",
             self.peer,
             silence.as_secs_f64(),

@@ -340,13 +340,13 @@ fn a_black_hole_is_noticed_by_both_ends() {
     assert!(after + BRISK_INTERVAL * 2 >= BRISK_LIMIT && after < BRISK_LIMIT * 5, "{after:?}");
     assert_eq!(error.code, Code::Remote);
     let pid = format!("pid {} has been silent for", std::process::id());
-    for part in [&*pid, "limit is 0.6 s", "with 1 transfers under way", "soft_0:1"] {
+    for part in [&*pid, "limit is 0.6 s", "with 1 transfer(s) under way", "soft_0:1"] {
         assert!(error.text.contains(part), "{part} is missing: {error}");
     }
     let idle = until("the idle end's error", || match send.alert().attention() {
         Some(alert::Attention::Failed(error)) => Some(error),
         _ => None,
     });
-    assert!(idle.text.contains("has been silent for") && idle.text.contains("with 0 transfers"), "{idle}");
+    assert!(idle.text.contains("has been silent for") && idle.text.contains("with 0 transfer(s)"), "{idle}");
     close_both((send, recv));
 }

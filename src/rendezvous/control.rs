@@ -819,7 +819,7 @@ mod tests {
         let start = Instant::now();
         assert_eq!(near_rx.recv_timeout(Duration::from_secs(1)), Err(RecvTimeoutError::Timeout));
         assert_eq!(far_rx.try_iter().count(), 0);
-        for end in [near, far] {
+        for end in [&near, &far] {
             let (beats, most) = (end.beats(), 1 + start.elapsed().as_millis() / 20);
             assert!(beats > 3 && u128::from(beats) <= most, "{beats} beats, at most {most}");
         }

@@ -128,7 +128,7 @@ fn a_peer_that_is_stopped_is_noticed() {
                 assert!(all.iter().all(|w| w.contains(part)), "{part} is missing: {all:#?}");
             }
             for count in 0..2 {
-                let part = format!("with {count} transfers under way");
+                let part = format!("with {count} transfer(s) under way");
                 assert_eq!(all.iter().filter(|w| w.contains(&part)).count(), 1, "{part}: {all:#?}");
             }
             other.signal(Signal::SIGCONT);
