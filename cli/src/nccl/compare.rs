@@ -449,7 +449,7 @@ impl Report {
         let mut text = format!(
             "`{}`\n\nNCCL {} on {}, up to {} channels, {mps}; all_reduce of float, out of place; {} of {} turns. Time of one \
              operation: median (min..max) of all repetitions of all turns; busbw in GB/s; ratios of times, above 1 {base} \
-             is faster; Socket, and protocol LL on every path, go through host memory.\n\n{table}\n",
+             is faster; Socket goes through host memory on every path.\n\n{table}\n",
             self.command, self.nccl, self.gpu, self.channels, self.turns_done, self.turns_planned
         );
         for (word, list) in [("Failed", &self.failures), ("Skipped", &self.skipped)] {
