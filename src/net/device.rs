@@ -49,8 +49,12 @@ impl Port {
 
     /// Prints a warning, once.
     pub(super) fn warn_once(&self, text: String) {
+        /// More different warnings than this say nothing new, and are not remembered.
+        const REMEMBERED: usize = 256;
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if !told.contains(&text) {
+        if told.contains(&text) || told.len() == REMEMBERED {
+            tracing::info!(target: "init", "{text}");
+        } else {
             tracing::warn!(target: "init", "{text}");
             told.insert(text);
         }

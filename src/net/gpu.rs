@@ -86,10 +86,10 @@ fn peer_memory(config: &Config) -> Way {
     match (config.peermem, peermem::find(&config.sysroot)) {
         (PeerMemory::On, _) | (PeerMemory::Auto, PeerDriver::Registered) => Ok(()),
         (PeerMemory::Off, _) => Err("NCCL_NET_RDMA_PEERMEM=off".to_owned()),
-        (PeerMemory::Auto, PeerDriver::NotRegistered) => Err("the module is loaded, but nothing shows that the \
-             RDMA stack knows it (/sys/kernel/mm/memory_peers has no nv_mem). If it was built for another stack, install the \
-             GPU driver after the RDMA stack and load it anew; if the kernel keeps no such folder (newer ones don't) or a \
-             container hides it, NCCL_NET_RDMA_PEERMEM=on"
+        (PeerMemory::Auto, PeerDriver::NotRegistered) => Err("the module is loaded, not registered with the RDMA \
+             stack as far as can be seen (/sys/kernel/mm/memory_peers has no nv_mem). If it was built for another stack, \
+             install the GPU driver after the RDMA stack and load it anew; if the kernel keeps no such folder (newer ones \
+             don't) or a container hides it, NCCL_NET_RDMA_PEERMEM=on"
             .to_owned()),
         (PeerMemory::Auto, PeerDriver::Absent) => {
             Err("the module is not loaded (modprobe nvidia_peermem)".to_owned())
