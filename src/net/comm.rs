@@ -192,7 +192,7 @@ impl Base {
                 let peer_now = match (own, self.alert.has_closed()) {
                     (true, _) => "not involved, this is the receiving host's own NIC reading from its GPU",
                     (false, true) => "had closed",
-                    (false, false) => "process alive, TCP connected",
+                    (false, false) => "has its TCP connection still open",
                 };
                 let hint = if own {
                     "on the receiving host look at ACS, the IOMMU and the GPU's BAR1, and whether the buffer was deregistered; \

@@ -1,6 +1,6 @@
 #!/bin/bash
 # What becomes of a job between two hosts when something breaks, over the kernel's Soft-RoCE. Runs on both machines of ci/vm, once
-# for each row of the table at the end; needs dist/. Only rails are cut: TCP goes by another network.
+# for each row of the table at the end; needs dist/. TCP goes by a network of its own, which one row cuts, too.
 set -euo pipefail
 plugin=$PWD/dist/lib/libnccl-net-rdma.so
 nccl_rdma=$PWD/dist/bin/nccl-rdma
@@ -25,6 +25,14 @@ later() {
     echo "r$RANK: now $1"
     date +%s >/run/vm/broken
     eval "$1"
+}
+
+# Whatever of the job runs on this machine dies at once.
+die() {
+    local process
+    for process in /proc/[0-9]*; do
+        [[ $(cat "$process/comm" 2>/dev/null) != nccl-rdma ]] || kill -KILL "${process#/proc/}"
+    done
 }
 
 # The job is an all-reduce, every element checked. It must end as told, and the logs of both ends must say why; when it ends ill,
@@ -62,6 +70,10 @@ row() { # name, well or ill or either, words of the logs, settings, host that br
 patient=NCCL_IB_TIMEOUT=18 # 7.5 s
 swift=NCCL_IB_TIMEOUT=14   # 0.5 s
 both=NCCL_NET_RDMA_RAILS=rxe0+rxe1
+defaults="NCCL_IB_TIMEOUT=20 NCCL_IB_RETRY_CNT=7"
+alive=NCCL_NET_RDMA_KEEPALIVE_TIMEOUT=6000
+hole="tc qdisc replace dev mgmt root netem loss 100%"
+mend="tc qdisc del dev mgmt root"
 right="every element of every rank is right"
 flap="vm link 1 0 off; sleep 1; vm link 1 0 on"
 lost=RETRY_EXC_ERR
@@ -74,6 +86,9 @@ row "flap of one rail of two"      well "lost its link" "$patient $both" 1 "$fla
 row "cut at the second host"       ill  "$lost"         "$swift"         1 "vm link 1 0 off"
 row "cut at the first host"        ill  "$lost"         "$swift"         0 "vm link 0 0 off"
 row "one rail of two cut"          ill  "$lost"         "$swift $both"   1 "vm link 1 0 off"
+# With NCCL's own defaults rxe retries for ever: the control connection has to notice.
+row "second process dies"          ill  "is gone"       "$defaults"      1 "die"
+row "all networks cut"             ill  "silent for"    "$defaults $alive" 1 "$hole; vm link 1 0 off; sleep 14; $mend"
 # What the first machine has on its way just then decides, but it must not wait for ever.
 row "second stands still for 8 s"  either "$right|$lost" "$swift"      0 "vm after 8 cont 1; vm stop 1"
 # Whoever only waits for data hears of it by TCP, whose keepalive takes 30 s.
