@@ -57,11 +57,13 @@ impl Alert {
         self.word.load(Ordering::Relaxed) != 0
     }
 
-    /// Records the first cause; true for the caller that brought it, who prints it.
-    pub(crate) fn fail(&self, cause: NetError) -> bool {
+    /// Records the first cause; true for the caller that brought it. It is printed before NCCL's threads can see it: they may
+    /// end the process at once.
+    pub(crate) fn fail(&self, cause: NetError, print: impl FnOnce(&NetError)) -> bool {
         let mut cold = self.cold();
         let first = cold.cause.is_none();
         if first {
+            print(&cause);
             cold.cause = Some(cause);
             self.word.fetch_or(FAILED, Ordering::Release);
         }
@@ -139,8 +141,10 @@ mod tests {
     fn the_first_cause_stays() {
         let alert = Alert::default();
         assert!(!alert.raised());
-        assert!(alert.fail(NetError::new(Code::Remote, "first")));
-        assert!(!alert.fail(NetError::new(Code::System, "second")));
+        // Whoever sees the alert finds that its cause has been told.
+        assert!(alert.fail(NetError::new(Code::Remote, "first"), |_| assert!(!alert.raised())));
+        assert!(alert.raised());
+        assert!(!alert.fail(NetError::new(Code::System, "second"), |_| panic!("told twice")));
         alert.peer_closed(3);
         assert!(alert.raised() && alert.has_failed() && alert.has_closed());
         let Some(Attention::Failed(e)) = alert.attention() else { panic!("failed") };

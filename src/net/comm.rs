@@ -164,8 +164,7 @@ impl Base {
     /// Ends the connection with an error, unless it had an earlier one; the first cause is printed.
     #[cold]
     fn end(&self, error: NetError) -> NetError {
-        if self.alert.fail(error.clone()) {
-            tracing::warn!(target: "init", "{}", error.text);
+        if self.alert.fail(error.clone(), |e| tracing::warn!(target: "init", "{}", e.text)) {
             self.alert.tell(&error.text);
             self.fence();
             return error;
@@ -358,8 +357,10 @@ impl Comm {
                 Code::Remote,
                 format!("the connection to peer {} was aborted: memory was deregistered with traffic open", base.peer),
             );
-            if base.alert.fail(aborted) {
+            let print = |_: &NetError| {
                 tracing::info!(target: "net", "connection to peer {} aborted by deregistration", base.peer);
+            };
+            if base.alert.fail(aborted, print) {
                 base.alert.tell("aborted by the application");
             }
             base.fence();

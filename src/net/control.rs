@@ -42,24 +42,22 @@ impl Events {
         Self { alert: Arc::downgrade(alert), peer: peer.clone(), route: route.to_owned() }
     }
 
-    /// Whether it is the first cause.
-    fn record(&self, text: &str) -> bool {
-        self.alert.upgrade().is_some_and(|alert| alert.fail(NetError::new(Code::Remote, text)))
+    fn record(&self, text: String, print: impl FnOnce(&NetError)) {
+        if let Some(alert) = self.alert.upgrade() {
+            alert.fail(NetError::new(Code::Remote, text), print);
+        }
     }
 
     fn fail(&self, text: String) {
-        if self.record(&text) {
-            tracing::warn!(target: "init", "{text}");
-        }
+        self.record(text, |e| tracing::warn!(target: "init", "{}", e.text));
     }
 
     /// The process is dead, and so are its other connections: one warning is enough for all of them.
     fn fail_dead(&self, text: String) {
-        match self.record(&text) {
-            false => {}
-            true if first_of(&self.peer) => tracing::warn!(target: "init", "{text}"),
-            true => tracing::info!(target: "init", "{text}"),
-        }
+        self.record(text, |e| match first_of(&self.peer) {
+            true => tracing::warn!(target: "init", "{}", e.text),
+            false => tracing::info!(target: "init", "{}", e.text),
+        });
     }
 }
 

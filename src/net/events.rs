@@ -67,7 +67,8 @@ impl DeviceEvents {
         for alert in hit {
             // NCCL may make no call for long, and the peer waits.
             let error = NetError::new(Code::System, format!("{device}: {text}"));
-            if alert.fail(error.clone()) {
+            // Printed by whoever read the event, once for all connections.
+            if alert.fail(error.clone(), |_| {}) {
                 alert.tell(&error.text);
             }
         }

@@ -27,11 +27,12 @@ later() {
     eval "$1"
 }
 
-# Whatever of the job runs on this machine dies at once.
+# The rank of this machine dies at once; starting programs to find it would take longer than the job.
 die() {
-    local process
+    local process first second
     for process in /proc/[0-9]*; do
-        [[ $(cat "$process/comm" 2>/dev/null) != nccl-rdma ]] || kill -KILL "${process#/proc/}"
+        { read -r -d '' first && read -r -d '' second; } 2>/dev/null <"$process/cmdline" || continue
+        [[ $first != *nccl-rdma || $second != rank ]] || kill -KILL "${process#/proc/}"
     done
 }
 
