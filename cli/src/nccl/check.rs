@@ -39,7 +39,7 @@ pub(crate) struct Args {
     /// GPUs over which the ranks of a host are spread, from --device on
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
     gpus: u8,
-    /// NICs that NCCL is told to be near the GPUs (NCCL_TOPO_FILE): the first near the first, and so on
+    /// NICs that NCCL is told to be near the GPUs (NCCL_TOPO_FILE): the first near the first, and so on; a+b are two near one
     #[arg(long, value_delimiter = ',', value_name = "NIC")]
     near: Vec<String>,
     /// Whether ranks of a host must reach the network through each other's GPUs: with `on`, grouped receives must be
@@ -50,6 +50,9 @@ pub(crate) struct Args {
         _ => Err("on or off"),
     })]
     pxn: Option<bool>,
+    /// NCCL must have fused NICs (NCCL_NET_MERGE_LEVEL), and all data go through what came of it
+    #[arg(long)]
+    fused: bool,
     /// Protocols, each in fresh processes
     #[arg(long, value_delimiter = ',', default_value = "Simple,LL")]
     protos: Vec<String>,
@@ -139,7 +142,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         fs::write(&file, Placement::topology(&bus_ids, &args.near)).with_context(|| file.display().to_string())?;
         Some(file)
     };
-    let placement = Placement { per_host, gpus, topology, pxn: args.pxn };
+    let placement = Placement { per_host, gpus, topology, pxn: args.pxn, fused: args.fused };
     let check = Check {
         libraries: &common.libraries(&logs)?,
         logs: &logs,

@@ -53,11 +53,13 @@ pub(crate) struct Placement {
     pub(crate) topology: Option<PathBuf>,
     /// Whether ranks must send through the GPU of another (PXN); None: as NCCL likes.
     pub(crate) pxn: Option<bool>,
+    /// NCCL must have fused NICs and use what came of it.
+    pub(crate) fused: bool,
 }
 
 impl Default for Placement {
     fn default() -> Self {
-        Self { per_host: 1, gpus: 1, topology: None, pxn: None }
+        Self { per_host: 1, gpus: 1, topology: None, pxn: None, fused: false }
     }
 }
 
@@ -67,7 +69,7 @@ impl Placement {
         rank % self.per_host % self.gpus
     }
 
-    /// A topology of one PCIe switch for each GPU, with the NIC of the same place behind it.
+    /// A topology of one PCIe switch for each GPU, with the NICs of the same place (`a+b` are two) behind it.
     pub(crate) fn topology(gpus: &[String], nics: &[String]) -> String {
         let link = "link_speed=\"32.0 GT/s PCIe\" link_width=\"16\"";
         let mut text = String::from(
@@ -77,8 +79,8 @@ impl Placement {
             // Domain ffff is no machine's.
             text += &format!("    <pci busid=\"ffff:{i:02x}:00.0\" class=\"0x060400\" {link}>\n");
             text += &format!("      <pci busid=\"{gpu}\" class=\"0x030200\" {link}/>\n");
-            if let Some(nic) = nics.get(i) {
-                text += &format!("      <pci busid=\"ffff:{i:02x}:01.0\" class=\"0x020000\" {link}>\n");
+            for (k, nic) in nics.get(i).iter().flat_map(|nics| nics.split('+')).enumerate() {
+                text += &format!("      <pci busid=\"ffff:{i:02x}:{:02x}.0\" class=\"0x020000\" {link}>\n", k + 1);
                 text += &format!("        <nic><net name=\"{nic}\"/></nic>\n      </pci>\n");
             }
             text += "    </pci>\n";
@@ -88,6 +90,9 @@ impl Placement {
 
     /// Judges the logs of all ranks: whether some send through another's GPU, and receives come in groups then.
     pub(crate) fn proven(&self, logs: &[String]) -> anyhow::Result<()> {
+        if self.fused {
+            logs.iter().try_for_each(|log| uses_fused(log))?;
+        }
         let Some(wanted) = self.pxn else { return Ok(()) };
         let channels = logs.iter().flat_map(|log| log.lines()).filter_map(|line| Some(line.split_once(" via NET/")?.1));
         // The number of the device, and in brackets the rank whose GPU it is reached through.
@@ -104,10 +109,22 @@ impl Placement {
     }
 }
 
+/// All channels must go through a device that NCCL fused.
+fn uses_fused(log: &str) -> anyhow::Result<()> {
+    let fused = log.lines().find_map(|line| line.split_once(", fused: ")?.0.rsplit_once("device ").map(|(_, n)| n));
+    let fused = fused.context("no line says 'device N, fused': NCCL has fused nothing")?;
+    let mut channels = log.lines().filter_map(|line| line.split_once(" via NET/")?.1.split('/').nth(1));
+    let other = channels.find(|device| device.split('(').next() != Some(fused));
+    other.map_or(Ok(()), |device| bail!("a channel goes through device {device}, not {fused}, which is the fused one"))
+}
+
 impl fmt::Display for Placement {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.per_host > 1 {
             write!(f, ", {} a host on {} GPU(s)", self.per_host, self.gpus)?;
+        }
+        if self.fused {
+            f.write_str(", fused NICs")?;
         }
         match self.pxn {
             Some(true) => f.write_str(", PXN"),
@@ -415,7 +432,8 @@ mod tests {
 
     #[test]
     fn hosts_of_several_ranks_have_a_gpu_for_each() {
-        let pairs = Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true) };
+        let pairs =
+            Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true), fused: false };
         assert_eq!([0, 1, 2, 3].map(|rank| pairs.gpu(rank)), [0, 1, 0, 1]);
         assert_eq!([0, 1, 2, 3].map(|rank| Placement::default().gpu(rank)), [0; 4]);
         let env = environment(&Setting { placement: pairs, ..setting("RDMA", GpuPath::Dmabuf) }, None).unwrap();
@@ -441,11 +459,22 @@ mod tests {
     }
 
     #[test]
+    fn fused_nics_must_be_in_use() {
+        let fused = Placement { fused: true, ..Placement::default() };
+        let made = "x NCCL INFO NET/RDMA : device 2, fused: a+b (800 Gb/s)\n";
+        fused.proven(&[made.to_owned() + &channel("RDMA/2/GDRDMA") + &channel("RDMA/2(1)")]).unwrap();
+        let other = fused.proven(&[made.to_owned() + &channel("RDMA/0/GDRDMA")]).unwrap_err().to_string();
+        assert!(other.contains("device 0, not 2"), "{other}");
+        assert!(fused.proven(&[channel("RDMA/0")]).unwrap_err().to_string().contains("fused nothing"));
+    }
+
+    #[test]
     fn the_topology_has_each_nic_beside_a_gpu() {
-        let text = Placement::topology(&["0000:00:06.0".into(), "0000:00:07.0".into()], &["soft_gpu0".into()]);
+        let text = Placement::topology(&["0000:00:06.0".into(), "0000:00:07.0".into()], &["soft_gpu0+b".into()]);
         let (gpu, nic) = (text.find("0000:00:06.0").unwrap(), text.find("soft_gpu0").unwrap());
         assert!(gpu < nic && nic < text.find("0000:00:07.0").unwrap(), "{text}");
-        assert_eq!(text.matches("0x060400").count(), 2);
+        assert_eq!((text.matches("0x060400").count(), text.matches("<nic>").count()), (2, 2));
+        assert!(text.contains("ffff:00:01.0") && text.contains("ffff:00:02.0"));
     }
 
     #[test]
