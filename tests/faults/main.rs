@@ -16,6 +16,8 @@ mod plugin;
 #[cfg(test)]
 mod rig;
 #[cfg(test)]
+mod service;
+#[cfg(test)]
 mod setup;
 #[cfg(test)]
 mod verbs;

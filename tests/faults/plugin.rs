@@ -42,6 +42,13 @@ unsafe extern "C" fn log(
     LINES.lock().unwrap().push((level, text));
 }
 
+/// What NCCL passes to init.
+pub(crate) fn logger() -> ncclDebugLogger_t {
+    type Fixed = unsafe extern "C" fn(ncclDebugLogLevel, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
+    // SAFETY: see `log`.
+    unsafe { std::mem::transmute::<Fixed, ncclDebugLogger_t>(log) }
+}
+
 /// The warnings so far.
 pub(crate) fn warnings() -> Vec<String> {
     let lines = LINES.lock().unwrap();
@@ -83,7 +90,7 @@ pub(crate) fn dlopen(path: &Path) -> *mut c_void {
     library
 }
 
-fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
+pub(crate) fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
     if code == ncclResult_t::ncclSuccess { Ok(()) } else { Err(code) }
 }
 
@@ -101,6 +108,18 @@ pub(crate) struct Properties {
 pub(crate) struct Plugin {
     library: *mut c_void,
     table: ncclNet_v8_t,
+}
+
+// SAFETY: a handle and a table of constants; NCCL calls the functions from several threads.
+unsafe impl Sync for Plugin {}
+
+/// A table that the library exports; `T` is its type.
+fn table<T: Copy>(library: *mut c_void, symbol: &CStr) -> T {
+    // SAFETY: a live library and a C string.
+    let found = unsafe { libc::dlsym(library, symbol.as_ptr()) };
+    assert!(!found.is_null(), "no {symbol:?}");
+    // SAFETY: the caller names symbol and type as NCCL does.
+    unsafe { ptr::read(found.cast::<T>()) }
 }
 
 /// How one end of a set-up came out.
@@ -128,12 +147,12 @@ impl SetUp {
 impl Plugin {
     pub(crate) fn load() -> Self {
         let library = dlopen(&dist("lib/libnccl-net-rdma.so"));
-        // SAFETY: a live library and a C string.
-        let symbol = unsafe { libc::dlsym(library, c"ncclNetPlugin_v8".as_ptr()) };
-        assert!(!symbol.is_null());
-        // SAFETY: the symbol is a table of version 8.
-        let table = unsafe { ptr::read(symbol.cast::<ncclNet_v8_t>()) };
-        Self { library, table }
+        Self { library, table: table(library, c"ncclNetPlugin_v8") }
+    }
+
+    /// The table of another version; comms of all versions are the same.
+    pub(crate) fn table<T: Copy>(&self, symbol: &CStr) -> T {
+        table(self.library, symbol)
     }
 
     /// Loads and starts it; the test can't do without.
@@ -150,12 +169,8 @@ impl Plugin {
     }
 
     pub(crate) fn init(&self) -> Result<(), ncclResult_t> {
-        type Fixed =
-            unsafe extern "C" fn(ncclDebugLogLevel, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
-        // SAFETY: see `log`.
-        let logger = unsafe { std::mem::transmute::<Fixed, ncclDebugLogger_t>(log) };
         // SAFETY: a logger that lives for ever.
-        ok(unsafe { self.table.init.unwrap()(logger) })
+        ok(unsafe { self.table.init.unwrap()(logger()) })
     }
 
     pub(crate) fn devices(&self) -> c_int {
@@ -219,6 +234,16 @@ impl Plugin {
 
     /// Calls connect and accept in turn until both have a result, or one has and the other is left waiting for `patience`.
     pub(crate) fn set_up(&self, from: c_int, to: c_int, patience: Duration) -> SetUp {
+        self.set_up_by(to, patience, |handle| self.connect(from, handle))
+    }
+
+    /// The same with another way to call connect.
+    pub(crate) fn set_up_by(
+        &self,
+        to: c_int,
+        patience: Duration,
+        mut connect: impl FnMut(&mut Handle) -> Result<Option<Comm>, ncclResult_t>,
+    ) -> SetUp {
         let (listener, mut handle) = self.listen(to).unwrap();
         let mut up = SetUp { connect: None, accept: None, slowest_call: Duration::ZERO };
         let start = Instant::now();
@@ -226,7 +251,7 @@ impl Plugin {
         loop {
             let before = Instant::now();
             if up.connect.is_none() {
-                up.connect = self.connect(from, &mut handle).transpose();
+                up.connect = connect(&mut handle).transpose();
                 up.slowest_call = up.slowest_call.max(before.elapsed());
             }
             let before = Instant::now();
