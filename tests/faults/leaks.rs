@@ -53,9 +53,11 @@ fn fifty_rounds_of_load_use_and_unload_leave_what_the_first_left() {
         for _ in 0..50 {
             let plugin = Plugin::load();
             plugin.init().unwrap();
-            let pair = plugin.pair(0, 1);
-            plugin.carry(pair, &data);
-            plugin.close(pair);
+            let (there, back) = (plugin.pair(0, 1), plugin.pair(1, 0));
+            plugin.carry(there, &data);
+            plugin.carry(back, &data);
+            plugin.close(there);
+            plugin.close(back);
             plugin.unload();
             forget_lines();
             first.get_or_insert_with(settled);

@@ -12,6 +12,8 @@ mod gpu;
 #[cfg(test)]
 mod leaks;
 #[cfg(test)]
+mod lifecycle;
+#[cfg(test)]
 mod plugin;
 #[cfg(test)]
 mod rig;
