@@ -113,6 +113,38 @@ mod tests {
         version("v10");
     }
 
+    #[test]
+    fn abi_v11() {
+        version("v11");
+    }
+
+    #[test]
+    fn abi_v12() {
+        version("v12");
+    }
+
+    /// The last device is slow: a receive that does not wait for all of them shows bytes that are not there yet.
+    #[test]
+    fn fused_devices() {
+        for (abi, most) in [("v9", 4), ("v10", 4), ("v11", 4), ("v12", 8)] {
+            let slow = format!("name = \"soft_{}\"", most - 1);
+            let mut text = String::new();
+            let mut found = false;
+            for line in fabric(2, 8, "Ethernet").lines() {
+                found |= line == slow;
+                text += line;
+                text.push('\n');
+                if found && line == "[[host.device.port]]" {
+                    text += "latency_us = 2000\n";
+                    found = false;
+                }
+            }
+            assert_eq!(text.matches("latency_us").count(), 2, "{text}");
+            let settings = [("NCCL_NET_RDMA_SPLIT_THRESHOLD", "4096")];
+            play(&format!("fused, {abi}"), Some(text), &settings, &["--abi", abi, "--only", "fused", "--procs", "2"]);
+        }
+    }
+
     /// From v9 on NCCL can be asked to flush where it would not.
     #[test]
     fn forced_flushes_are_told_to_nccl() {

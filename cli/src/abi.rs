@@ -1,7 +1,7 @@
 //! The C border: NCCL's network plugin tables as the `nccl-rdma` command sees them, a loader that finds the plugin the
 //! way NCCL does, and one method per entry of the table that calls it exactly as NCCL may: stale request slots, an
 //! uninitialised `done`, argument arrays that die with the call, one `int` for the size of a send.
-//! Layouts and rules follow `net.h` and `net_v6.h` to `net_v10.h` of NCCL's public sources.
+//! Layouts and rules follow `net.h` and `net_v6.h` to `net_v12.h` of NCCL's public sources.
 
 mod table;
 
@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use anyhow::{Context as _, bail};
 
 pub(crate) use table::Version;
-use table::{CommConfig, Logger, LongTable, Out, Table};
+use table::{CommConfig, Logger, LongTable, LongestTable, NetAttr, Out, Parts, Table};
 
 /// Bytes of the handle that `listen` fills and `connect` reads.
 pub(crate) const HANDLE_BYTES: usize = 128;
@@ -46,8 +46,10 @@ const PROFILED: usize = 0xabcd_0000_0000_0000;
 const MAX_NET_SIZE: usize = 1 << 30;
 /// Most that the properties may say.
 const MAX_NET_SIZE_BYTES: usize = 1 << 40;
-/// Physical devices in one of version 9 and 10.
-const MAX_DEVS: usize = 4;
+/// What NCCL says where it knows nothing.
+const UNDEFINED: c_int = -1;
+/// What all ranks of a communicator call it.
+const COMM_ID: u64 = 0xc0_11ec_71fe;
 
 /// What went wrong in one call.
 #[derive(Debug)]
@@ -109,6 +111,8 @@ opaque!(
     SendComm,
     /// What `accept` made.
     RecvComm,
+    /// What `init` made of a communicator.
+    AnyContext,
     /// A comm of either direction, for registration.
     AnyComm,
     /// What `regMr` made.
@@ -244,6 +248,10 @@ pub(crate) struct Properties {
     pub net_device_type: c_int,
     pub net_device_version: c_int,
     pub max_p2p_bytes: usize,
+    /// What it is fused of; itself where it is one device.
+    pub parts: Vec<c_int>,
+    pub rail: c_int,
+    pub plane: c_int,
 }
 
 /// One line that the plugin gave to NCCL's logger.
@@ -304,6 +312,11 @@ pub(crate) struct Plugin {
     table: Table,
     version: Version,
     irecv_consumed: bool,
+    make_v_device: Option<unsafe extern "C" fn(*mut c_int, *mut Parts) -> c_int>,
+    finalize: Option<unsafe extern "C" fn(*mut c_void) -> c_int>,
+    set_net_attr: Option<unsafe extern "C" fn(*mut c_void, *mut NetAttr) -> c_int>,
+    /// One for every init of version 11 and later: each is a communicator's.
+    contexts: Mutex<Vec<AnyContext>>,
     path: PathBuf,
     name: String,
     _library: libloading::Library,
@@ -423,12 +436,32 @@ impl Plugin {
             let table = unsafe { symbol.cast::<LongTable>().read() };
             table.irecv_consumed.is_some()
         };
+        let make_v_device = (version >= Version::V9).then(|| {
+            let entry = symbol.wrapping_byte_add(std::mem::offset_of!(LongestTable, make_v_device));
+            // SAFETY: as above; from version 9 on the table has this entry.
+            unsafe { entry.cast::<Option<_>>().read() }
+        });
+        let last = (version >= Version::V11).then(|| {
+            // SAFETY: as above; from version 11 on the table is this.
+            unsafe { symbol.cast::<LongestTable>().read() }
+        });
         if table.name.is_null() {
             bail!("{}: the name in the table is NULL; NCCL reads it before init", path.display());
         }
         // SAFETY: not NULL, and by contract a C string that lives as long as the library.
         let name = unsafe { CStr::from_ptr(table.name) }.to_string_lossy().into_owned();
-        Ok(Self { table, version, irecv_consumed, path: path.to_owned(), name, _library: library })
+        Ok(Self {
+            table,
+            version,
+            irecv_consumed,
+            make_v_device: make_v_device.flatten(),
+            finalize: last.and_then(|t| t.finalize),
+            set_net_attr: last.and_then(|t| t.set_net_attr),
+            contexts: Mutex::default(),
+            path: path.to_owned(),
+            name,
+            _library: library,
+        })
     }
 
     /// The name that `NCCL_NET` selects.
@@ -447,7 +480,7 @@ impl Plugin {
             (t.init.get().is_some(), "init is NULL"),
             (t.devices.is_some(), "devices is NULL"),
             (t.get_properties.is_some(), "getProperties is NULL"),
-            (t.listen.is_some(), "listen is NULL"),
+            (t.listen.get().is_some(), "listen is NULL"),
             (t.connect.get().is_some(), "connect is NULL"),
             (t.accept.get().is_some(), "accept is NULL"),
             (t.reg_mr.get().is_some(), "regMr is NULL"),
@@ -459,12 +492,19 @@ impl Plugin {
             (t.close_send.is_some(), "closeSend is NULL"),
             (t.close_recv.is_some(), "closeRecv is NULL"),
             (t.close_listen.is_some(), "closeListen is NULL"),
+            (self.version < Version::V11 || self.finalize.is_some(), "finalize is NULL"),
             (!self.irecv_consumed, "irecvConsumed is set: NCCL would call it with requests that test has freed"),
         ];
         needed.iter().filter(|(ok, _)| !ok).map(|(_, what)| *what).collect()
     }
 
+    /// From version 11 on every init is of another communicator, and what is made next is made in it.
     pub(crate) fn init(&self) -> Result<(), Fault> {
+        self.init_with(UNDEFINED)
+    }
+
+    /// With a communicator that asks for a traffic class; before version 11 connect says so.
+    pub(crate) fn init_with(&self, traffic_class: c_int) -> Result<(), Fault> {
         let init = entry!(self.init.get());
         type Fixed = unsafe extern "C" fn(c_int, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
         // SAFETY: see `log`: on 64-bit Linux a variadic call with one pointer looks like this function's own call.
@@ -474,13 +514,70 @@ impl Plugin {
             let init = unsafe { init.v6 };
             // SAFETY: the logger lives for ever.
             unsafe { init(logger) }
-        } else {
+        } else if self.version < Version::V11 {
             // SAFETY: the member of this version.
             let init = unsafe { init.v10 };
             // SAFETY: the logger and the callback live for ever.
             unsafe { init(logger, profiler) }
+        } else {
+            // SAFETY: the member of these versions.
+            let init = unsafe { init.v11 };
+            let mut config = CommConfig { traffic_class };
+            let mut context = ptr::null_mut();
+            // SAFETY: as above; a pointer to write and a configuration.
+            let code = unsafe { init(&raw mut context, COMM_ID, &raw mut config, logger, profiler) };
+            config.traffic_class = POISON_INT;
+            std::hint::black_box(config);
+            checked("init", code)?;
+            self.contexts().push(AnyContext(context));
+            code
         };
         checked("init", code)
+    }
+
+    fn contexts(&self) -> std::sync::MutexGuard<'_, Vec<AnyContext>> {
+        self.contexts.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// The communicator of the last init; NULL for versions that have none.
+    fn context(&self) -> *mut c_void {
+        self.contexts().last().map_or(ptr::null_mut(), |c| c.0)
+    }
+
+    /// Ends the communicator of the last init.
+    pub(crate) fn finalize(&self) -> Result<(), Fault> {
+        let Some(AnyContext(context)) = self.contexts().pop() else { return Ok(()) };
+        let finalize = entry!(self.finalize, finalize);
+        // SAFETY: of an init, finalized once.
+        checked("finalize", unsafe { finalize(context) })
+    }
+
+    /// Whether devices may be fused.
+    pub(crate) fn fuses(&self) -> bool {
+        self.make_v_device.is_some()
+    }
+
+    /// One device of several.
+    pub(crate) fn make_v_device(&self, devs: &[c_int]) -> Result<c_int, Fault> {
+        let make = entry!(self.make_v_device, make_v_device);
+        let mut parts = Parts { ndevs: int(devs.len()), devs: [POISON_INT; 8] };
+        parts.devs[..devs.len()].copy_from_slice(devs);
+        let mut index = POISON_INT;
+        // SAFETY: an int to write, and the parts.
+        checked("makeVDevice", unsafe { make(&raw mut index, &raw mut parts) })?;
+        if index == POISON_INT {
+            return Err(Fault::broken("makeVDevice", "did not write the index"));
+        }
+        Ok(index)
+    }
+
+    /// As NCCL does before it makes a connection.
+    fn set_net_attr(&self, context: *mut c_void) -> Result<(), Fault> {
+        let Some(set) = self.set_net_attr else { return Ok(()) };
+        let side = [4, 1, 2, 1];
+        let mut attr = NetAttr { send: side, recv: side, op: u32::MAX, algo: u32::MAX, proto: u32::MAX };
+        // SAFETY: an open context; the structure dies with the call.
+        checked("setNetAttr", unsafe { set(context, &raw mut attr) })
     }
 
     pub(crate) fn devices(&self) -> Result<c_int, Fault> {
@@ -524,21 +621,19 @@ impl Plugin {
             net_device_version = fields.int("netDeviceVersion")?;
         }
         let mut max_p2p_bytes = MAX_NET_SIZE;
+        let mut parts = vec![dev];
+        let (mut rail, mut plane) = (UNDEFINED, UNDEFINED);
         if has(Version::V9) {
             let ndevs = fields.int("vProps.ndevs")?;
+            let max = self.version.max_parts();
             // Entries that do not count may be anything.
-            let (devs, rest) = fields.0.split_at(MAX_DEVS * size_of::<c_int>());
-            let count = usize::try_from(ndevs).ok().filter(|n| (1..=MAX_DEVS).contains(n));
+            let (devs, rest) = fields.0.split_at(max * size_of::<c_int>());
+            let count = usize::try_from(ndevs).ok().filter(|n| (1..=max).contains(n));
             let Some(count) = count else {
-                return Err(Fault::broken(
-                    "getProperties",
-                    format!("a device made of {ndevs}; 1 to {MAX_DEVS} may be"),
-                ));
+                return Err(Fault::broken("getProperties", format!("a device made of {ndevs}; 1 to {max} may be")));
             };
             let mut devs = Fields(devs);
-            for _ in 0..count {
-                devs.int("vProps.devs")?;
-            }
+            parts = (0..count).map(|_| devs.int("vProps.devs")).collect::<Result<_, _>>()?;
             // Padding.
             fields = Fields(&rest[size_of::<c_int>()..]);
             max_p2p_bytes = fields.word("maxP2pBytes")?;
@@ -549,6 +644,13 @@ impl Plugin {
                     format!("maxP2pBytes {max_p2p_bytes}; NCCL takes 1 to 1 TiB"),
                 ));
             }
+        }
+        if has(Version::V11) {
+            fields.int("maxMultiRequestSize")?;
+        }
+        if has(Version::V12) {
+            rail = i16::from_ne_bytes(fields.bytes("railId")?).into();
+            plane = i16::from_ne_bytes(fields.bytes("planeId")?).into();
         }
         Ok(Properties {
             name,
@@ -565,15 +667,31 @@ impl Plugin {
             net_device_type,
             net_device_version,
             max_p2p_bytes,
+            parts,
+            rail,
+            plane,
         })
     }
 
     pub(crate) fn listen(&self, dev: c_int) -> Result<(Handle, ListenComm), Fault> {
-        let listen = entry!(self.listen);
+        let listen = entry!(self.listen.get());
         let mut handle = Handle::new();
         let mut comm = ptr::null_mut();
-        // SAFETY: 128 bytes and one pointer to write.
-        checked("listen", unsafe { listen(dev, handle.0.bytes.as_mut_ptr().cast(), &raw mut comm) })?;
+        let bytes = handle.0.bytes.as_mut_ptr().cast();
+        let code = if self.version < Version::V11 {
+            // SAFETY: the member of these versions.
+            let listen = unsafe { listen.v6 };
+            // SAFETY: 128 bytes and one pointer to write.
+            unsafe { listen(dev, bytes, &raw mut comm) }
+        } else {
+            // SAFETY: the member of these versions.
+            let listen = unsafe { listen.v11 };
+            let context = self.context();
+            self.set_net_attr(context)?;
+            // SAFETY: as above; an open context.
+            unsafe { listen(context, dev, bytes, &raw mut comm) }
+        };
+        checked("listen", code)?;
         handle.guards_ok("listen")?;
         if comm.is_null() {
             return Err(Fault::broken("listen", "success with a NULL comm; listen must be immediate"));
@@ -584,7 +702,7 @@ impl Plugin {
     /// One call of connect. None: call again, with the same handle.
     pub(crate) fn connect(&self, dev: c_int, handle: &mut Handle) -> Result<Option<SendComm>, Fault> {
         // A communicator that asks for no traffic class.
-        let mut config = CommConfig { traffic_class: -1 };
+        let mut config = CommConfig { traffic_class: UNDEFINED };
         let mut device = ptr::null_mut();
         let connected = self.connect_with(dev, &raw mut config, handle, &raw mut device)?;
         config.traffic_class = POISON_INT;
@@ -630,6 +748,14 @@ impl Plugin {
                 let connect = unsafe { connect.v10 };
                 // SAFETY: as above; the configuration may be NULL too.
                 unsafe { connect(dev, config, bytes, &raw mut comm, device) }
+            }
+            Version::V11 | Version::V12 => {
+                // SAFETY: the member of these versions.
+                let connect = unsafe { connect.v11 };
+                let context = self.context();
+                self.set_net_attr(context)?;
+                // SAFETY: as for version 7; an open context.
+                unsafe { connect(context, dev, bytes, &raw mut comm, device) }
             }
         };
         handle.guards_ok("connect")?;
@@ -731,8 +857,8 @@ impl Plugin {
                 // SAFETY: as above.
                 unsafe { isend(comm.0, data, size, tag, memory.0, &raw mut request) }
             }
-            Version::V10 => {
-                // SAFETY: the member of this version.
+            Version::V10 | Version::V11 | Version::V12 => {
+                // SAFETY: the member of these versions.
                 let isend = unsafe { isend.v10 };
                 let profiled = ptr::without_provenance_mut(PROFILED);
                 // SAFETY: as above.
@@ -767,8 +893,8 @@ impl Plugin {
                 // SAFETY: as above.
                 unsafe { irecv(comm.0, n, data, long_sizes, tags, memory, &raw mut request) }
             }
-            Version::V10 => {
-                // SAFETY: the member of this version.
+            Version::V10 | Version::V11 | Version::V12 => {
+                // SAFETY: the member of these versions.
                 let irecv = unsafe { irecv.v10 };
                 let profiled = args.profiled.as_mut_ptr();
                 // SAFETY: as above.
@@ -868,6 +994,15 @@ impl Plugin {
         let close = entry!(self.close_listen);
         // SAFETY: as in close_send.
         checked("closeListen", unsafe { close(comm.map_or(ptr::null_mut(), |c| c.0)) })
+    }
+}
+
+impl Drop for Plugin {
+    fn drop(&mut self) {
+        // NCCL ends its communicators before it unloads the plugin.
+        while !self.contexts().is_empty() {
+            let _ = self.finalize();
+        }
     }
 }
 

@@ -11,13 +11,15 @@ use std::sync::Arc;
 
 use crate::config::Config;
 use crate::memory::Memory;
-use crate::net::{self, Accepting, Comm, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested};
+use crate::net::{
+    self, Accepting, Attributes, Comm, CommContext, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested,
+};
 use crate::transfer::MAX_GROUP;
 
 use super::guard::call;
 use super::types::{
     MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_TRAFFIC_CLASS_UNDEF, NCCL_PTR_CUDA, NCCL_PTR_HOST,
-    ncclDebugLogger_t, ncclResult_t,
+    ncclDebugLogger_t, ncclProfilerCallback_t, ncclResult_t,
 };
 
 const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
@@ -72,9 +74,10 @@ pub(super) trait Properties {
 
 /// The properties of a version: what all have, and the rest as given.
 macro_rules! properties {
-    ($properties:ident, |$index:pat_param, $config:pat_param| { $($field:ident: $value:expr),* $(,)? }) => {
+    ($properties:ident, |$index:pat_param, $device:pat_param, $config:pat_param| { $($field:ident: $value:expr),* $(,)? }) => {
         impl crate::abi::entries::Properties for $properties {
             fn of($index: c_int, device: &crate::net::Device, $config: &crate::config::Config) -> Self {
+                let $device = device;
                 Self {
                     name: device.name.as_ptr().cast_mut(),
                     pciPath: device.pci_path.as_ref().map_or(std::ptr::null_mut(), |p| p.as_ptr().cast_mut()),
@@ -92,6 +95,35 @@ macro_rules! properties {
     };
 }
 pub(super) use properties;
+
+/// The entries of a version's table and properties that name a fused device's parts.
+macro_rules! fusion {
+    ($parts:ident) => {
+        impl crate::abi::entries::Parts for $parts {
+            fn of(index: c_int, device: &crate::net::Device) -> Self {
+                let mut own = Self { ndevs: 0, devs: Default::default() };
+                let parts = if device.parts.is_empty() { &[index][..] } else { &device.parts };
+                for (place, &part) in own.devs.iter_mut().zip(parts) {
+                    *place = part;
+                    own.ndevs += 1;
+                }
+                own
+            }
+
+            fn list(&self) -> Option<&[c_int]> {
+                self.devs.get(..usize::try_from(self.ndevs).ok()?)
+            }
+        }
+    };
+}
+pub(super) use fusion;
+
+/// Devices that one is fused of.
+pub(super) trait Parts {
+    fn of(index: c_int, device: &Device) -> Self;
+    /// None where there are more than the version has room for.
+    fn list(&self) -> Option<&[c_int]>;
+}
 
 /// Rights differ between the directions, so a registration is of its comm.
 pub(super) const REG_IS_GLOBAL: c_int = 0;
@@ -185,7 +217,7 @@ pub(super) unsafe extern "C" fn init<const VERSION: u8>(logger: ncclDebugLogger_
 pub(super) unsafe extern "C" fn devices(ndev: *mut c_int) -> ncclResult_t {
     call("devices", || {
         let ndev = given(ndev, "ndev")?;
-        let count = c_int::try_from(Engine::get()?.devices().len()).unwrap_or(c_int::MAX);
+        let count = c_int::try_from(Engine::get()?.device_count()).unwrap_or(c_int::MAX);
         // SAFETY: NCCL passes a place for one int.
         unsafe { ndev.write(count) };
         Ok(())
@@ -196,9 +228,28 @@ pub(super) unsafe extern "C" fn get_properties<P: Properties>(dev: c_int, props:
     call("getProperties", || {
         let props = given(props, "props")?;
         let engine = Engine::get()?;
-        let properties = P::of(dev, engine.device(dev)?, engine.config());
+        // What it points to stays: the engine keeps every device.
+        let properties = P::of(dev, &*engine.device(dev)?, engine.config());
         // SAFETY: NCCL passes a place for the properties.
         unsafe { props.write(properties) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn make_v_device<P: Parts>(index: *mut c_int, parts: *mut P) -> ncclResult_t {
+    call("makeVDevice", || {
+        let index = given(index, "d")?;
+        let parts = given(parts, "props")?;
+        // SAFETY: NCCL passes the parts that it wants fused.
+        let parts = unsafe { parts.as_ref() };
+        let Some(list) = parts.list() else {
+            return Err(NetError::misuse(
+                "makeVDevice of more devices than this version of the interface has room for",
+            ));
+        };
+        let made = c_int::try_from(Engine::get()?.fuse(list)?).unwrap_or(c_int::MAX);
+        // SAFETY: NCCL passes a place for one int.
+        unsafe { index.write(made) };
         Ok(())
     })
 }
@@ -268,6 +319,123 @@ pub(super) unsafe extern "C" fn connect_device<H>(
 ) -> ncclResult_t {
     // SAFETY: NCCL's call.
     unsafe { connect(dev, handle, send_comm) }
+}
+
+/// What a version says of a communicator.
+pub(super) trait CommConfig {
+    fn traffic_class(&self) -> c_int;
+}
+
+/// What a version says of a communicator's traffic.
+pub(super) trait NetAttr {
+    fn attributes(&self) -> Attributes;
+}
+
+macro_rules! communicator {
+    ($config:ident, $attr:ident, $side:ident) => {
+        impl crate::abi::entries::CommConfig for $config {
+            fn traffic_class(&self) -> c_int {
+                self.trafficClass
+            }
+        }
+
+        impl crate::abi::entries::NetAttr for $attr {
+            fn attributes(&self) -> crate::net::Attributes {
+                let side =
+                    |s: &$side| [(s.minConcurrentPeers, s.maxConcurrentPeers), (s.minFlowsPerPeer, s.maxFlowsPerPeer)];
+                crate::net::Attributes {
+                    send: side(&self.sendCommAttr),
+                    recv: side(&self.recvCommAttr),
+                    op: self.op,
+                    algo: self.algo,
+                    proto: self.proto,
+                }
+            }
+        }
+    };
+}
+pub(super) use communicator;
+
+/// # Safety
+/// `ctx` came from init and is not finalized.
+unsafe fn context<'a>(ctx: *mut c_void) -> Result<&'a CommContext, NetError> {
+    let ctx = given(ctx, "ctx")?.cast::<CommContext>();
+    // SAFETY: by this function's contract.
+    Ok(unsafe { ctx.as_ref() })
+}
+
+/// init of one communicator.
+pub(super) unsafe extern "C" fn open<const VERSION: u8, C: CommConfig>(
+    ctx: *mut *mut c_void,
+    comm_id: u64,
+    config: *mut C,
+    logger: ncclDebugLogger_t,
+    _profiler: ncclProfilerCallback_t,
+) -> ncclResult_t {
+    call("init", || {
+        let out = given(ctx, "ctx")?;
+        // SAFETY: NCCL passes a place for one pointer.
+        unsafe { out.write(ptr::null_mut()) };
+        // SAFETY: NULL or NCCL's configuration of the communicator.
+        let class = unsafe { config.as_ref() }.map_or(NCCL_NET_TRAFFIC_CLASS_UNDEF, C::traffic_class);
+        // A refused one fails the connections: of an init that fails NCCL only says that it goes on without the plugin.
+        let context = Engine::open(logger, VERSION, comm_id, || traffic_class(class))?;
+        // SAFETY: as above.
+        unsafe { out.write(Box::into_raw(context).cast()) };
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn finalize(ctx: *mut c_void) -> ncclResult_t {
+    call("finalize", || {
+        // NCCL finalizes after an init that failed, too.
+        if let Some(ctx) = NonNull::new(ctx.cast::<CommContext>()) {
+            // SAFETY: from init, finalized once.
+            drop(unsafe { Box::from_raw(ctx.as_ptr()) });
+        }
+        Ok(())
+    })
+}
+
+pub(super) unsafe extern "C" fn set_net_attr<A: NetAttr>(ctx: *mut c_void, attr: *mut A) -> ncclResult_t {
+    call("setNetAttr", || {
+        // SAFETY: NCCL passes a context of ours.
+        let context = unsafe { context(ctx) }?;
+        let attr = given(attr, "attr")?;
+        // SAFETY: NCCL's own structure.
+        context.expect(unsafe { attr.as_ref() }.attributes());
+        Ok(())
+    })
+}
+
+/// listen for a communicator.
+pub(super) unsafe extern "C" fn listen_in(
+    ctx: *mut c_void,
+    dev: c_int,
+    handle: *mut c_void,
+    listen_comm: *mut *mut c_void,
+) -> ncclResult_t {
+    // The class comes with the offer: it is the sender's traffic.
+    // SAFETY: NCCL passes a context of ours.
+    match call("listen", || unsafe { context(ctx) }.map(|_| ())) {
+        // SAFETY: NCCL's call.
+        ncclResult_t::ncclSuccess => unsafe { listen(dev, handle, listen_comm) },
+        refused => refused,
+    }
+}
+
+/// connect for a communicator.
+pub(super) unsafe extern "C" fn connect_in<H>(
+    ctx: *mut c_void,
+    dev: c_int,
+    handle: *mut c_void,
+    send_comm: *mut *mut c_void,
+    _send_dev_comm: *mut *mut H,
+) -> ncclResult_t {
+    // SAFETY: NCCL passes a context of ours.
+    let class = || unsafe { context(ctx) }.and_then(CommContext::class);
+    // SAFETY: NCCL's call.
+    unsafe { connect_with(dev, handle, send_comm, class) }
 }
 
 pub(super) unsafe extern "C" fn accept(listen_comm: *mut c_void, recv_comm: *mut *mut c_void) -> ncclResult_t {
@@ -433,6 +601,35 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
     })
+}
+
+/// With what NCCL's profiler calls this transfer.
+pub(super) unsafe extern "C" fn isend_profiled(
+    send_comm: *mut c_void,
+    data: *mut c_void,
+    size: usize,
+    tag: c_int,
+    mhandle: *mut c_void,
+    _phandle: *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { isend(send_comm, data, size, tag, mhandle, request) }
+}
+
+/// As [`isend_profiled`].
+pub(super) unsafe extern "C" fn irecv_profiled(
+    recv_comm: *mut c_void,
+    n: c_int,
+    data: *mut *mut c_void,
+    sizes: *mut usize,
+    tags: *mut c_int,
+    mhandles: *mut *mut c_void,
+    _phandles: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { irecv(recv_comm, n, data, sizes, tags, mhandles, request) }
 }
 
 #[inline]

@@ -4,12 +4,14 @@
 //! entry goes through [`guard::call`], so nothing unwinds out of here.
 //!
 //! A new version is a header in `nccl-headers/` that `build.rs` names, its structs in the layout table, a file beside
-//! `v10.rs` with what it has and no other version, and a symbol in `plugin/`; the rest is in `entries`.
+//! `v12.rs` with what it has and no other version, and a symbol in `plugin/`; the rest is in `entries`.
 
 mod entries;
 mod guard;
 pub mod types;
 pub mod v10;
+pub mod v11;
+pub mod v12;
 pub mod v6;
 pub mod v7;
 pub mod v8;

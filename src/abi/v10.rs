@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::entries::{self, MAX_MESSAGE, REG_IS_GLOBAL, Table, properties, table};
+use super::entries::{self, MAX_MESSAGE, Parts as _, REG_IS_GLOBAL, Table, fusion, properties, table};
 use super::types::{
     ncclDebugLogger_t, ncclNet_v10_t, ncclNetCommConfig_v10_t, ncclNetDeviceHandle_v10_t, ncclNetDeviceType,
     ncclNetProperties_v10_t, ncclNetVDeviceProps_v10_t, ncclProfilerCallback_t, ncclResult_t,
@@ -33,39 +33,14 @@ unsafe extern "C" fn connect(
     unsafe { entries::connect_with(dev, handle, send_comm, class) }
 }
 
-unsafe extern "C" fn isend(
-    send_comm: *mut c_void,
-    data: *mut c_void,
-    size: usize,
-    tag: c_int,
-    mhandle: *mut c_void,
-    _phandle: *mut c_void,
-    request: *mut *mut c_void,
-) -> ncclResult_t {
-    // SAFETY: NCCL's call.
-    unsafe { entries::isend(send_comm, data, size, tag, mhandle, request) }
-}
+fusion!(ncclNetVDeviceProps_v10_t);
 
-unsafe extern "C" fn irecv(
-    recv_comm: *mut c_void,
-    n: c_int,
-    data: *mut *mut c_void,
-    sizes: *mut usize,
-    tags: *mut c_int,
-    mhandles: *mut *mut c_void,
-    _phandles: *mut *mut c_void,
-    request: *mut *mut c_void,
-) -> ncclResult_t {
-    // SAFETY: NCCL's call.
-    unsafe { entries::irecv(recv_comm, n, data, sizes, tags, mhandles, request) }
-}
-
-properties!(ncclNetProperties_v10_t, |index, config| {
+properties!(ncclNetProperties_v10_t, |index, device, config| {
     regIsGlobal: REG_IS_GLOBAL,
     forceFlush: c_int::from(config.force_flush),
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,
-    vProps: ncclNetVDeviceProps_v10_t { ndevs: 1, devs: [index, 0, 0, 0] },
+    vProps: ncclNetVDeviceProps_v10_t::of(index, device),
     maxP2pBytes: MAX_MESSAGE,
     // No CollNet, but no value may be 0.
     maxCollBytes: MAX_MESSAGE,
@@ -76,11 +51,10 @@ table!(ncclNet_v10_t {
     listen: Some(entries::listen),
     connect: Some(connect),
     accept: Some(entries::accept_device),
-    isend: Some(isend),
-    irecv: Some(irecv),
+    isend: Some(entries::isend_profiled),
+    irecv: Some(entries::irecv_profiled),
     // No device offload: NCCL checks both for NULL.
     getDeviceMr: None,
     irecvConsumed: None,
-    // NCCL checks it for NULL. NCCL_NET_RDMA_RAILS joins ports instead.
-    makeVDevice: None,
+    makeVDevice: Some(entries::make_v_device::<ncclNetVDeviceProps_v10_t>),
 });

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use super::entries::{self, Table, properties, table};
 use super::types::{ncclNet_v6_t, ncclNetProperties_v6_t};
 
-properties!(ncclNetProperties_v6_t, |_, _| {});
+properties!(ncclNetProperties_v6_t, |_, _, _| {});
 
 table!(ncclNet_v6_t {
     init: Some(entries::init::<6>),

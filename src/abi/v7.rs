@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use super::entries::{self, Table, properties, table};
 use super::types::{ncclNet_v7_t, ncclNetDeviceType, ncclNetProperties_v7_t};
 
-properties!(ncclNetProperties_v7_t, |_, _| {
+properties!(ncclNetProperties_v7_t, |_, _, _| {
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,
 });

@@ -5,7 +5,7 @@ use std::ffi::c_int;
 use super::entries::{self, REG_IS_GLOBAL, Table, properties, table};
 use super::types::{ncclNet_v8_t, ncclNetDeviceType, ncclNetProperties_v8_t};
 
-properties!(ncclNetProperties_v8_t, |_, _| {
+properties!(ncclNetProperties_v8_t, |_, _, _| {
     regIsGlobal: REG_IS_GLOBAL,
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,

@@ -1,16 +1,18 @@
-//! Version 9 of the plugin ABI: as version 8; messages have sizes of size_t, and NCCL may merge devices (not these).
+//! Version 9 of the plugin ABI: as version 8; messages have sizes of size_t, and NCCL may fuse devices.
 
 use std::ffi::c_int;
 
-use super::entries::{self, MAX_MESSAGE, REG_IS_GLOBAL, Table, properties, table};
+use super::entries::{self, MAX_MESSAGE, Parts as _, REG_IS_GLOBAL, Table, fusion, properties, table};
 use super::types::{ncclNet_v9_t, ncclNetDeviceType, ncclNetProperties_v9_t, ncclNetVDeviceProps_v9_t};
 
-properties!(ncclNetProperties_v9_t, |index, config| {
+fusion!(ncclNetVDeviceProps_v9_t);
+
+properties!(ncclNetProperties_v9_t, |index, device, config| {
     regIsGlobal: REG_IS_GLOBAL,
     forceFlush: c_int::from(config.force_flush),
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,
-    vProps: ncclNetVDeviceProps_v9_t { ndevs: 1, devs: [index, 0, 0, 0] },
+    vProps: ncclNetVDeviceProps_v9_t::of(index, device),
     maxP2pBytes: MAX_MESSAGE,
     // No CollNet, but no value may be 0.
     maxCollBytes: MAX_MESSAGE,
@@ -26,6 +28,5 @@ table!(ncclNet_v9_t {
     // No device offload: NCCL checks both for NULL.
     getDeviceMr: None,
     irecvConsumed: None,
-    // NCCL checks it for NULL. NCCL_NET_RDMA_RAILS joins ports instead.
-    makeVDevice: None,
+    makeVDevice: Some(entries::make_v_device::<ncclNetVDeviceProps_v9_t>),
 });

@@ -193,6 +193,7 @@ settings! {
     ib_split_data_on_qps: bool = false, "NCCL_IB_SPLIT_DATA_ON_QPS", Any, "1: cut large messages over all QPs of a rail; 0: QPs take turns";
     ib_pci_relaxed_ordering: u8 = 2, "NCCL_IB_PCI_RELAXED_ORDERING", Range(0, 2), "PCIe relaxed ordering for bulk data: 0 off, 1 and 2 on where libibverbs can";
     ib_merge_vfs: bool = true, "NCCL_IB_MERGE_VFS", Any, "1: virtual functions of one card look like one NIC to NCCL";
+    ib_merge_nics: bool = true, "NCCL_IB_MERGE_NICS", Any, "1: NCCL may fuse NICs into one (NCCL_NET_MERGE_LEVEL, NCCL_NET_FORCE_MERGE; from NCCL 2.24 on); 0: it may not";
     ib_mqp_retry_all: bool = false, "NCCL_IB_MQP_RETRY_ALL", Any, "1: try a refused ibv_modify_qp again whatever the error; 0: only on ETIMEDOUT";
     ib_mqp_retry_cnt: u32 = 34, "NCCL_IB_MQP_RETRY_CNT", Range(0, 1_000_000), "times that a refused ibv_modify_qp is tried again";
     ib_mqp_retry_sleep_msec: u64 = 100, "NCCL_IB_MQP_RETRY_SLEEP_MSEC", Range(0, 3_600_000), "ms between these tries, times the number of the try";
@@ -215,9 +216,6 @@ settings! {
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
 }
 
-/// `NCCL_IB_*` names that ask for what happens anyway: NCCL never merges the devices of this plugin.
-const MOOT: &[&str] = &["NCCL_IB_MERGE_NICS"];
-
 /// Names that have no effect on this plugin though people set them, and what to know or to use instead.
 const INSTEAD: &[(&str, &str)] = &[
     ("NCCL_IB_CUDA_SUPPORT", "NCCL_NET_GDR_LEVEL decides on GPUDirect"),
@@ -235,7 +233,7 @@ fn not_honoured(names: impl Iterator<Item = String>, warnings: &mut Vec<Warning>
         } else if name.starts_with("NCCL_NET_RDMA_") && !NAMES.contains(&name.as_str()) {
             let ours = NAMES.iter().copied().filter(|n| n.starts_with("NCCL_NET_RDMA_")).collect::<Vec<_>>().join(", ");
             warnings.push(Warning(format!("{name} is set and is no setting of this plugin; there are {ours}")));
-        } else if name.starts_with("NCCL_IB_") && ![NAMES, MOOT].concat().contains(&name.as_str()) {
+        } else if name.starts_with("NCCL_IB_") && !NAMES.contains(&name.as_str()) {
             warnings.push(Warning(format!("{name} is set and not honoured by this version of the plugin")));
         }
     }

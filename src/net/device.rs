@@ -11,6 +11,7 @@ use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
 use crate::topology::port::{self, LinkLayer};
 use crate::topology::{hca, pci, rails};
+use crate::transfer::MAX_RAILS;
 use crate::verbs::{Context, DeviceAttr, Library, Pd, PortAttr};
 
 use super::events::{DeviceEvents, EventReader};
@@ -142,9 +143,33 @@ pub struct Device {
     /// µs.
     pub latency: f32,
     pub max_comms: c_int,
+    /// What `NCCL_IB_HCA` says of its place in the fabric.
+    pub rail: Option<i16>,
+    pub plane: Option<i16>,
+    /// The devices that it is fused of, by NCCL's index; empty where it is one of its own.
+    pub parts: Vec<c_int>,
     /// Ways to GPU memory that all rails have.
     pub(super) gpu: GpuMemory,
     pub(super) rails: Vec<Arc<Port>>,
+}
+
+/// Set in the plane of a device that has ports in several planes; the other bits say in which.
+const PLANES: i16 = 1 << 14;
+
+/// The rail or plane that all have, if they have one.
+fn same(ids: impl IntoIterator<Item = Option<i16>>) -> Option<i16> {
+    ids.into_iter().reduce(|a, b| a.filter(|_| a == b)).flatten()
+}
+
+/// The plane of what has ports in these: theirs if it is one, else an id of the set.
+fn plane_of(ids: &[Option<i16>]) -> Option<i16> {
+    same(ids.iter().copied()).or_else(|| {
+        ids.iter().try_fold(PLANES, |set, id| match *id {
+            Some(id) if id & PLANES != 0 => Some(set | id),
+            Some(id @ 0..14) => Some(set | 1 << id),
+            _ => None,
+        })
+    })
 }
 
 impl Device {
@@ -158,9 +183,45 @@ impl Device {
             speed: 10_000,
             latency: 0.0,
             max_comms: 1,
+            rail: None,
+            plane: None,
+            parts: Vec::new(),
             gpu: GpuMemory::none("there is no device"),
             rails: Vec::new(),
         }
+    }
+
+    /// One device of several, given with their indices; or why not.
+    pub(super) fn fused(parts: &[(c_int, Arc<Self>)]) -> Result<Self, String> {
+        let Some((_, first)) = parts.first() else { return Err("there are none".to_owned()) };
+        let rails: Vec<Arc<Port>> = parts.iter().flat_map(|(_, d)| &d.rails).map(Arc::clone).collect();
+        if rails.len() > MAX_RAILS {
+            return Err(format!("they have {} ports, and {MAX_RAILS} are the most", rails.len()));
+        }
+        for (i, rail) in rails.iter().enumerate() {
+            let (own, other) = (rails[0].link_layer(), rail.link_layer());
+            if rails[..i].iter().any(|r| Arc::ptr_eq(r, rail)) {
+                return Err(format!("{rail:?} is named twice"));
+            }
+            if own != other {
+                return Err(format!("{:?} is {own} and {rail:?} is {other}", rails[0]));
+            }
+        }
+        let name = parts.iter().map(|(_, d)| d.name.to_string_lossy()).collect::<Vec<_>>().join("+");
+        Ok(Self {
+            name: CString::new(name).map_err(|e| e.to_string())?,
+            pci_path: first.pci_path.clone(),
+            guid: first.guid,
+            port: first.port,
+            speed: parts.iter().map(|(_, d)| d.speed).sum(),
+            latency: first.latency,
+            max_comms: parts.iter().map(|(_, d)| d.max_comms).min().unwrap_or(1),
+            rail: same(parts.iter().map(|(_, d)| d.rail)),
+            plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
+            parts: parts.iter().map(|&(dev, _)| dev).collect(),
+            gpu: GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu)),
+            rails,
+        })
     }
 
     /// Kinds of memory that a connection of this device may use: bits NCCL_PTR_*.
@@ -234,12 +295,14 @@ struct Candidate {
     port: Arc<Port>,
     attr: DeviceAttr,
     pci_path: Option<String>,
+    rail: Option<i16>,
+    plane: Option<i16>,
 }
 
 const NOT_SELECTED: &str = "not selected by NCCL_IB_HCA";
 
 /// NCCL keeps a fixed array of this many.
-const MAX_DEVICES: usize = 128;
+pub(super) const MAX_DEVICES: usize = 128;
 
 /// Looks at every port of every device, and says of each that is left out why.
 pub fn discover(config: &Config) -> Discovery {
@@ -338,7 +401,8 @@ fn look_at(
     for num in 1..=attr.ports {
         let full = format!("{name}:{num}");
         seen.push((name.clone(), num));
-        if !filter.accepts(&name, num).accepted {
+        let verdict = filter.accepts(&name, num);
+        if !verdict.accepted {
             leave(full, NOT_SELECTED.into(), false);
             continue;
         }
@@ -397,6 +461,8 @@ fn look_at(
         candidates.push(Candidate {
             pci_path: pci::pci_path(&config.sysroot, context.ibdev_path(), config.ib_merge_vfs),
             attr,
+            rail: verdict.rail,
+            plane: verdict.plane,
             port: Arc::new(Port {
                 name: name.clone(),
                 num,
@@ -462,6 +528,9 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
             speed: group.speed,
             latency: 0.0,
             max_comms: c_int::try_from(max_qp).unwrap_or(c_int::MAX).max(1),
+            rail: same(members.iter().map(|m| m.rail)),
+            plane: plane_of(&members.iter().map(|m| m.plane).collect::<Vec<_>>()),
+            parts: Vec::new(),
             gpu: GpuMemory::common(members.iter().map(|m| &m.port.gpu)),
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),
         });

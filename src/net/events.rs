@@ -192,7 +192,8 @@ mod tests {
         let engine = engine(&[("NCCL_NET_RDMA_RAILS", "soft_0+soft_1")]);
         let (send, recv) = connection(&engine);
         let known = |rail: usize| {
-            let mut known: Vec<u32> = engine.devices[0].rails[rail].events.state().comms.keys().copied().collect();
+            let mut known: Vec<u32> =
+                engine.device(0).expect("the first").rails[rail].events.state().comms.keys().copied().collect();
             known.sort_unstable();
             known
         };

@@ -6,10 +6,12 @@
 mod alert;
 mod comm;
 mod connect;
+mod context;
 mod control;
 mod device;
 mod endpoint;
 mod events;
+mod fusion;
 mod gpu;
 mod hello;
 mod listen;
@@ -28,9 +30,11 @@ use crate::observe;
 use crate::rendezvous::{Handle, SPARE_BYTES};
 
 use connect::Connecting;
+use fusion::Devices;
 
 pub use crate::rendezvous::HANDLE_BYTES;
 pub use comm::{Buffers, Comm, MrHandle, Request, Tested};
+pub use context::{Attributes, CommContext};
 pub use device::{Device, LeftOut, discover};
 pub use listen::Accepting;
 
@@ -81,7 +85,7 @@ impl NetError {
 #[derive(Debug)]
 pub struct Engine {
     config: Config,
-    devices: Vec<Device>,
+    devices: Devices,
     /// Connects under way, by the number in NCCL's copy of the handle.
     connecting: DashMap<u64, Connecting>,
 }
@@ -96,9 +100,29 @@ impl Engine {
     /// their number next and goes on to another transport. `abi` is the version of the plugin ABI that NCCL chose.
     pub fn init(logger: ncclDebugLogger_t, abi: u8) -> Result<(), NetError> {
         let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::start(logger, abi)
+    }
+
+    /// As [`Self::init`], for one communicator: `id` is NCCL's own, `class` the traffic class that it asks for.
+    pub fn open(
+        logger: ncclDebugLogger_t,
+        abi: u8,
+        id: u64,
+        class: impl FnOnce() -> Result<Option<u8>, NetError>,
+    ) -> Result<Box<CommContext>, NetError> {
+        let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
+        Self::start(logger, abi)?;
+        Ok(Box::new(CommContext::open(id, class())))
+    }
+
+    fn start(logger: ncclDebugLogger_t, abi: u8) -> Result<(), NetError> {
         let nccl_debug = std::env::var("NCCL_DEBUG").ok();
         observe::install(logger, nccl_debug.as_deref());
-        if Self::get().is_ok() {
+        if let Ok(engine) = Self::get() {
+            // Up to v10 NCCL starts the plugin once in its life with it, from v11 on for every communicator.
+            if !CommContext::any_open() {
+                engine.devices.begin();
+            }
             return Ok(());
         }
         let (config, warnings) = Config::from_process();
@@ -145,7 +169,7 @@ impl Engine {
             // 0 devices or an error from here would only make NCCL fall back; a device that can't listen stops the job.
             devices.push(Device::unusable());
         }
-        let engine = Self { config, devices, connecting: DashMap::with_shard_amount(4) };
+        let engine = Self { config, devices: Devices::new(devices), connecting: DashMap::with_shard_amount(4) };
         *ENGINE.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(engine));
         Ok(())
     }
@@ -159,9 +183,9 @@ impl Engine {
             .ok_or_else(|| NetError::new(Code::InvalidUsage, "called before init"))
     }
 
-    /// What NCCL is told of; the same for the life of the process.
-    pub fn devices(&self) -> &[Device] {
-        &self.devices
+    /// Devices that NCCL knows of: those found, and what it fused.
+    pub fn device_count(&self) -> usize {
+        self.devices.count()
     }
 
     pub fn config(&self) -> &Config {
@@ -169,17 +193,24 @@ impl Engine {
     }
 
     /// A device by NCCL's index.
-    pub fn device(&self, dev: c_int) -> Result<&Device, NetError> {
-        usize::try_from(dev)
-            .ok()
-            .and_then(|i| self.devices.get(i))
-            .ok_or_else(|| NetError::misuse(&format!("device {dev}; there are {}", self.devices.len())))
+    pub fn device(&self, dev: c_int) -> Result<Arc<Device>, NetError> {
+        self.devices.get(dev)
+    }
+
+    /// Makes one device of several that were found, of which a connection then uses all ports; its index.
+    pub fn fuse(&self, members: &[c_int]) -> Result<usize, NetError> {
+        if members.len() > 1 && !self.config.ib_merge_nics {
+            // NCCL asks for every group that it sees, and goes on without.
+            tracing::info!(target: "init", "devices {members:?} are not fused: NCCL_IB_MERGE_NICS=0");
+            return Err(NetError::new(Code::InvalidUsage, "NCCL_IB_MERGE_NICS=0"));
+        }
+        self.devices.fuse(members).map_err(NetError::printed)
     }
 
     /// Listens for one or more peers; the handle goes to them by NCCL's own ways.
     pub fn listen(&self, dev: c_int) -> Result<(Box<Accepting>, [u8; HANDLE_BYTES]), NetError> {
         let device = self.device(dev)?;
-        Accepting::listen(device, &self.config).map_err(NetError::printed)
+        Accepting::listen(&device, &self.config).map_err(NetError::printed)
     }
 
     /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls. `class` is the
@@ -198,7 +229,7 @@ impl Engine {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
                     .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
-                let connecting = Connecting::start(device, &parsed, class, &self.config, now);
+                let connecting = Connecting::start(&device, &parsed, class, &self.config, now);
                 self.reap(now);
                 let id = connecting.id();
                 let mut spare = [0; SPARE_BYTES];

@@ -94,7 +94,7 @@ pub(super) fn engine(settings: &[(&str, &str)]) -> Engine {
     assert!(warnings.is_empty(), "{warnings:?}");
     let found = discover(&config);
     assert!(!found.devices.is_empty(), "{:?}", found.left_out);
-    Engine { config, devices: found.devices, connecting: DashMap::new() }
+    Engine { config, devices: Devices::new(found.devices), connecting: DashMap::new() }
 }
 
 pub(super) fn until<T>(what: &str, mut f: impl FnMut() -> Option<T>) -> T {

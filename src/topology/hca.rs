@@ -9,8 +9,8 @@ struct Entry {
     text: String,
     name: String,
     port: Option<u8>,
-    rail: Option<u16>,
-    plane: Option<u16>,
+    rail: Option<i16>,
+    plane: Option<i16>,
 }
 
 /// A parsed filter.
@@ -26,8 +26,8 @@ pub struct Filter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verdict {
     pub accepted: bool,
-    pub rail: Option<u16>,
-    pub plane: Option<u16>,
+    pub rail: Option<i16>,
+    pub plane: Option<i16>,
 }
 
 const VARIABLE: &str = "NCCL_IB_HCA";

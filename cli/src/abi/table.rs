@@ -17,11 +17,13 @@ pub(crate) enum Version {
     V8,
     V9,
     V10,
+    V11,
+    V12,
 }
 
 impl Version {
     /// In the order in which NCCL looks for them.
-    pub(crate) const ALL: [Self; 5] = [Self::V10, Self::V9, Self::V8, Self::V7, Self::V6];
+    pub(crate) const ALL: [Self; 7] = [Self::V12, Self::V11, Self::V10, Self::V9, Self::V8, Self::V7, Self::V6];
 
     pub(crate) fn number(self) -> u8 {
         match self {
@@ -30,6 +32,8 @@ impl Version {
             Self::V8 => 8,
             Self::V9 => 9,
             Self::V10 => 10,
+            Self::V11 => 11,
+            Self::V12 => 12,
         }
     }
 
@@ -40,6 +44,8 @@ impl Version {
             Self::V8 => c"ncclNetPlugin_v8",
             Self::V9 => c"ncclNetPlugin_v9",
             Self::V10 => c"ncclNetPlugin_v10",
+            Self::V11 => c"ncclNetPlugin_v11",
+            Self::V12 => c"ncclNetPlugin_v12",
         }
     }
 
@@ -50,6 +56,17 @@ impl Version {
             Self::V7 => 56,
             Self::V8 => 64,
             Self::V9 | Self::V10 => 104,
+            Self::V11 => 112,
+            Self::V12 => 128,
+        }
+    }
+
+    /// Devices that may be fused into one; 0 before there was such a thing.
+    pub(crate) fn max_parts(self) -> usize {
+        match self {
+            Self::V6 | Self::V7 | Self::V8 => 0,
+            Self::V9 | Self::V10 | Self::V11 => 4,
+            Self::V12 => 8,
         }
     }
 }
@@ -75,11 +92,17 @@ unions! {
     Init {
         v6: fn(Logger),
         v10: fn(Logger, Profiler),
+        v11: fn(Out, u64, *mut CommConfig, Logger, Profiler),
+    }
+    Listen {
+        v6: fn(c_int, Object, Out),
+        v11: fn(Object, c_int, Object, Out),
     }
     Connect {
         v6: fn(c_int, Object, Out),
         v7: fn(c_int, Object, Out, Out),
         v10: fn(c_int, *mut CommConfig, Object, Out, Out),
+        v11: fn(Object, c_int, Object, Out, Out),
     }
     Accept {
         v6: fn(Object, Out),
@@ -101,11 +124,31 @@ unions! {
     }
 }
 
-/// `ncclNetCommConfig_v10_t`.
+/// `ncclNetCommConfig_v10_t` and those of later versions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CommConfig {
     pub(super) traffic_class: c_int,
+}
+
+/// `ncclNetVDeviceProps_vN_t` with the most devices that any version has.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Parts {
+    pub(super) ndevs: c_int,
+    pub(super) devs: [c_int; 8],
+}
+
+/// `ncclNetAttr_v11_t`: what NCCL says of sends and receives (most and fewest peers, most and fewest flows to each), and
+/// bits of operations, algorithms and protocols.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NetAttr {
+    pub(super) send: [i32; 4],
+    pub(super) recv: [i32; 4],
+    pub(super) op: u32,
+    pub(super) algo: u32,
+    pub(super) proto: u32,
 }
 
 /// What is at the same place in every `ncclNet_vN_t`: all of version 6.
@@ -116,7 +159,7 @@ pub(super) struct Table {
     pub(super) init: Init,
     pub(super) devices: Option<unsafe extern "C" fn(*mut c_int) -> Code>,
     pub(super) get_properties: Option<unsafe extern "C" fn(c_int, *mut c_void) -> Code>,
-    pub(super) listen: Option<unsafe extern "C" fn(c_int, Object, Out) -> Code>,
+    pub(super) listen: Listen,
     pub(super) connect: Connect,
     pub(super) accept: Accept,
     pub(super) reg_mr: RegMr,
@@ -140,6 +183,16 @@ pub(super) struct LongTable {
     pub(super) irecv_consumed: Option<unsafe extern "C" fn(Object, c_int, Object) -> Code>,
 }
 
+/// The table of version 11 and later. Version 9 and 10 have it as far as `make_v_device`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct LongestTable {
+    pub(super) base: LongTable,
+    pub(super) make_v_device: Option<unsafe extern "C" fn(*mut c_int, *mut Parts) -> Code>,
+    pub(super) finalize: Option<unsafe extern "C" fn(Object) -> Code>,
+    pub(super) set_net_attr: Option<unsafe extern "C" fn(Object, *mut NetAttr) -> Code>,
+}
+
 const _: () = {
     use std::mem::{offset_of, size_of};
     assert!(size_of::<Table>() == 136);
@@ -148,4 +201,7 @@ const _: () = {
     assert!(offset_of!(Table, test) == 104);
     assert!(size_of::<LongTable>() == 152);
     assert!(offset_of!(LongTable, irecv_consumed) == 144);
+    assert!(size_of::<LongestTable>() == 176);
+    assert!(offset_of!(LongestTable, make_v_device) == 152);
+    assert!(size_of::<NetAttr>() == 44);
 };

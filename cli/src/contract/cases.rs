@@ -1,5 +1,6 @@
 //! The cases in which everything goes well: what devices say, and traffic of every shape.
 
+use std::ffi::c_int;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -56,6 +57,12 @@ pub(super) fn all() -> Vec<Case> {
             ll_lines,
         ),
         Case::new(
+            "fused",
+            "as many devices as may be in one, as NCCL fuses them: what it says of itself, and large messages over it",
+            Two,
+            fused,
+        ),
+        Case::new(
             "mr-two-comms",
             "one range registered on two comms, released on one, used on the other",
             Two,
@@ -108,6 +115,36 @@ fn properties(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         }
     }
     Ok(())
+}
+
+fn fused(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let plugin = rank.plugin;
+    let count = plugin.devices()?;
+    let most = c_int::try_from(plugin.version().max_parts())?;
+    let parts: Vec<_> = (0..count.min(most)).collect();
+    if !plugin.fuses() || parts.len() < 2 {
+        let why = format!("{count} device(s), of which this version of the interface fuses up to {most}");
+        return rank.skip(&why);
+    }
+    let dev = plugin.make_v_device(&parts)?;
+    ensure!(dev == count, "the fused device has index {dev}; {count} was the next");
+    ensure!(plugin.devices()? == count + 1, "the fused device is not counted");
+    ensure!(plugin.make_v_device(&parts)? == dev, "the same devices again are another device");
+    let whole = plugin.properties(dev)?;
+    ensure!(whole.parts == parts, "made of {parts:?}, but says {:?}", whole.parts);
+    let each = parts.iter().map(|&part| plugin.properties(part)).collect::<Result<Vec<_>, _>>()?;
+    let speed: c_int = each.iter().map(|p| p.speed_mbps).sum();
+    ensure!(whole.speed_mbps == speed, "speed {}; its parts have {speed} together", whole.speed_mbps);
+    ensure!(each.iter().all(|p| p.name != whole.name), "{} is the name of a part", whole.name);
+    ensure!(each.iter().all(|p| p.parts.len() == 1), "a device of its own has parts");
+    rank.dev = dev;
+    let sizes = [8, 1 << 20, 0, 4 << 20, 65537, 100, 3 << 20];
+    let flow = Flow::plain(&sizes, 0);
+    let (mut out, mut inn) = rank.both_ways()?;
+    for _ in 0..rank.rounds(8) {
+        rank.exchange(&mut out, &mut inn, &flow, Manner::default())?;
+    }
+    rank.close(out, inn)
 }
 
 fn itself(rank: &mut Rank<'_>) -> anyhow::Result<()> {

@@ -185,7 +185,16 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let properties = plugin.properties(dev)?;
     let deadline = Instant::now() + job.options.time_limit;
     let options = &job.options;
-    (case.play)(&mut Rank { plugin: &plugin, mail, rank: seat.rank, ranks: seat.ranks, options, properties, deadline })
+    (case.play)(&mut Rank {
+        plugin: &plugin,
+        mail,
+        rank: seat.rank,
+        ranks: seat.ranks,
+        options,
+        dev,
+        properties,
+        deadline,
+    })
 }
 
 /// What a case has at hand in one process.
@@ -195,6 +204,8 @@ struct Rank<'a> {
     rank: usize,
     ranks: usize,
     options: &'a Options,
+    /// The device that connections use.
+    dev: std::ffi::c_int,
     properties: Properties,
     deadline: Instant,
 }
@@ -231,7 +242,7 @@ impl Rank<'_> {
 
     /// Connects and waits until all ranks are connected, as NCCL does before it lets data flow.
     fn connect(&mut self, to: &[Link], from: &[Link]) -> anyhow::Result<(Vec<Outgoing>, Vec<Incoming>)> {
-        let wires = wire::connect(self.plugin, self.mail, self.options.dev, to, from, self.deadline)?;
+        let wires = wire::connect(self.plugin, self.mail, self.dev, to, from, self.deadline)?;
         let key = |from: usize, to: usize, name: &str| {
             let mut random = self.random(from, to, 0);
             name.bytes().fold(random.next(), |key, b| key.rotate_left(7) ^ u64::from(b))
