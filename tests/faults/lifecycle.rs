@@ -7,45 +7,79 @@ use std::thread;
 use nccl_net_rdma::abi::types::{ncclNet_v6_t, ncclNet_v10_t};
 
 use crate::alive::{connections, exchange, two_hosts};
-use crate::plugin::{Comm, Plugin, infos, logger, ok, pattern, warnings};
+use crate::plugin::{Comm, Communicator, Plugin, infos, logger, ok, pattern, warnings};
 use crate::rig::{MAIN, Setting, alone, host, roce, until};
 
-/// Each of them asks for devices and moves data at once. NCCL itself takes one version a process; nothing is to depend on
-/// that.
+const THREADS: usize = 12;
+
+fn two() -> String {
+    host("a", &[roce("soft0", "10.0.0.1", "", ""), roce("soft1", "10.0.0.2", "", "")])
+}
+
+/// Runs this on threads that begin together.
+fn at_once(body: impl Fn(usize) + Sync) {
+    let together = Barrier::new(THREADS);
+    thread::scope(|scope| {
+        for i in 0..THREADS {
+            let (body, together) = (&body, &together);
+            scope.spawn(move || {
+                together.wait();
+                body(i);
+            });
+        }
+    });
+}
+
+/// Devices were opened once, whoever came first, and nothing was amiss.
+fn started_once() {
+    let said = |part: &str| infos().iter().filter(|line| line.contains(part)).count();
+    assert_eq!((said("plugin ABI v"), said("device 0: soft0"), said("device 1: soft1")), (1, 1, 1));
+    assert_eq!(warnings(), Vec::<String>::new());
+}
+
+/// Each of them moves data at once. NCCL itself takes one version a process; nothing is to depend on that.
 #[test]
 fn communicators_that_start_at_once_share_one_engine() {
-    const THREADS: usize = 12;
-    let fabric = host("a", &[roce("soft0", "10.0.0.1", "", ""), roce("soft1", "10.0.0.2", "", "")]);
-    alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |_| {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
         let plugin = Plugin::load();
         let v6 = plugin.table::<ncclNet_v6_t>(c"ncclNetPlugin_v6").init.unwrap();
         let v10 = plugin.table::<ncclNet_v10_t>(c"ncclNetPlugin_v10").init.unwrap();
-        let together = Barrier::new(THREADS);
-        thread::scope(|scope| {
-            for i in 0..THREADS {
-                let (plugin, together) = (&plugin, &together);
-                scope.spawn(move || {
-                    together.wait();
-                    // SAFETY: a logger that lives for ever.
-                    let v6 = || ok(unsafe { v6(logger()) });
-                    // SAFETY: as above; no profiler.
-                    let v10 = || ok(unsafe { v10(logger(), None) });
-                    match i % 3 {
-                        0 => v6(),
-                        1 => plugin.init(),
-                        _ => v10(),
-                    }
-                    .unwrap();
-                    assert_eq!(plugin.names(), ["soft0", "soft1"]);
-                    let pair = plugin.pair(0, 1);
-                    plugin.carry(pair, &pattern(100_000));
-                    plugin.close(pair);
-                });
+        at_once(|i| {
+            let started = match i % 3 {
+                // SAFETY: a logger that lives for ever.
+                0 => ok(unsafe { v6(logger()) }),
+                1 => plugin.init(),
+                // SAFETY: as above; no profiler.
+                _ => ok(unsafe { v10(logger(), None) }),
+            };
+            started.unwrap();
+            assert_eq!(plugin.names(), ["soft0", "soft1"]);
+            let pair = plugin.pair(0, 1);
+            plugin.carry(pair, &pattern(100_000));
+            plugin.close(pair);
+        });
+        started_once();
+    });
+}
+
+/// From v11 on each has a beginning and an end of its own, which is none for the others.
+#[test]
+fn communicators_of_version_12_come_and_go_at_once() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let plugin = Plugin::load();
+        at_once(|i| {
+            for round in 0..3 {
+                let communicator = Communicator::open(&plugin, (10 * i + round).try_into().unwrap(), -1);
+                assert_eq!(plugin.names(), ["soft0", "soft1"]);
+                let pair = communicator.set_up(i.rem_euclid(2).try_into().unwrap(), 1).comms();
+                plugin.carry(pair, &pattern(100_000));
+                plugin.close(pair);
+                communicator.finalize();
             }
         });
-        let said = |part: &str| infos().iter().filter(|line| line.contains(part)).count();
-        assert_eq!((said("plugin ABI v"), said("device 0: soft0"), said("device 1: soft1")), (1, 1, 1));
-        assert_eq!(warnings(), Vec::<String>::new());
+        started_once();
+        let finished = infos().iter().filter(|line| line.ends_with("is finished")).count();
+        assert_eq!(finished, 3 * THREADS);
     });
 }
 

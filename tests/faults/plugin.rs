@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use nccl_net_rdma::abi::types::{
-    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNetProperties_v8_t, ncclResult_t,
+    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v12_t, ncclNetCommConfig_v12_t, ncclNetProperties_v8_t,
+    ncclResult_t,
 };
 
 use crate::rig::{PATIENCE, dist, until};
@@ -234,17 +235,16 @@ impl Plugin {
 
     /// Calls connect and accept in turn until both have a result, or one has and the other is left waiting for `patience`.
     pub(crate) fn set_up(&self, from: c_int, to: c_int, patience: Duration) -> SetUp {
-        self.set_up_by(to, patience, |handle| self.connect(from, handle))
+        self.set_up_by(self.listen(to).unwrap(), patience, |handle| self.connect(from, handle))
     }
 
-    /// The same with another way to call connect.
+    /// The same with another version's listener and connect.
     pub(crate) fn set_up_by(
         &self,
-        to: c_int,
+        (listener, mut handle): (Comm, Handle),
         patience: Duration,
         mut connect: impl FnMut(&mut Handle) -> Result<Option<Comm>, ncclResult_t>,
     ) -> SetUp {
-        let (listener, mut handle) = self.listen(to).unwrap();
         let mut up = SetUp { connect: None, accept: None, slowest_call: Duration::ZERO };
         let start = Instant::now();
         let mut one_done = None;
@@ -415,6 +415,49 @@ impl Plugin {
     pub(crate) fn close(&self, (send, recv): (Comm, Comm)) {
         self.close_send(send);
         self.close_recv(recv);
+    }
+}
+
+/// A communicator of version 12: it has a context, in which it listens and connects. What its comms do is the same in all
+/// versions.
+#[derive(Debug)]
+pub(crate) struct Communicator<'a> {
+    plugin: &'a Plugin,
+    table: ncclNet_v12_t,
+    context: Comm,
+}
+
+impl<'a> Communicator<'a> {
+    pub(crate) fn open(plugin: &'a Plugin, id: u64, class: c_int) -> Self {
+        let table: ncclNet_v12_t = plugin.table(c"ncclNetPlugin_v12");
+        let mut config = ncclNetCommConfig_v12_t { trafficClass: class };
+        let mut context = ptr::null_mut();
+        // SAFETY: a pointer to write, a configuration, a logger that lives for ever, no profiler.
+        ok(unsafe { table.init.unwrap()(&raw mut context, id, &raw mut config, logger(), None) }).unwrap();
+        assert!(!context.is_null());
+        // NCCL's own is on its stack.
+        config.trafficClass = c_int::MIN;
+        std::hint::black_box(config);
+        Self { plugin, table, context }
+    }
+
+    pub(crate) fn set_up(&self, from: c_int, to: c_int) -> SetUp {
+        let (mut handle, mut listener) = ([0u8; 128], ptr::null_mut());
+        let at = handle.as_mut_ptr().cast();
+        // SAFETY: an open context, 128 bytes and one pointer to write.
+        ok(unsafe { self.table.listen.unwrap()(self.context, to, at, &raw mut listener) }).unwrap();
+        self.plugin.set_up_by((listener, handle), PATIENCE, |handle| {
+            let (mut comm, mut device) = (ptr::null_mut(), ptr::null_mut());
+            let (connect, handle) = (self.table.connect.unwrap(), handle.as_mut_ptr().cast());
+            // SAFETY: an open context, the handle and two pointers to write.
+            ok(unsafe { connect(self.context, from, handle, &raw mut comm, &raw mut device) })?;
+            Ok((!comm.is_null()).then_some(comm))
+        })
+    }
+
+    pub(crate) fn finalize(self) {
+        // SAFETY: an open context, not used afterwards.
+        ok(unsafe { self.table.finalize.unwrap()(self.context) }).unwrap();
     }
 }
 

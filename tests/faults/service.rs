@@ -5,7 +5,7 @@ use std::ptr;
 
 use nccl_net_rdma::abi::types::{ncclNet_v10_t, ncclNetCommConfig_v10_t, ncclResult_t};
 
-use crate::plugin::{Comm, Plugin, SetUp, ok, pattern, warnings_with};
+use crate::plugin::{Comm, Communicator, Plugin, SetUp, ok, pattern, warnings_with};
 use crate::rig::{PATIENCE, Room, Setting, alone, host, infiniband, roce};
 
 /// NCCL_NET_TRAFFIC_CLASS_UNDEF: the job asks for none.
@@ -17,7 +17,7 @@ type Service = (u8, u8);
 /// From device 0 to device 1 by version 10 of the ABI, for a communicator that asks for this class.
 fn set_up(plugin: &Plugin, class: i32) -> SetUp {
     let table: ncclNet_v10_t = plugin.table(c"ncclNetPlugin_v10");
-    plugin.set_up_by(1, PATIENCE, |handle| -> Result<Option<Comm>, ncclResult_t> {
+    plugin.set_up_by(plugin.listen(1).unwrap(), PATIENCE, |handle| -> Result<Option<Comm>, ncclResult_t> {
         let mut config = ncclNetCommConfig_v10_t { trafficClass: class };
         let (mut comm, mut device) = (ptr::null_mut(), ptr::null_mut());
         let handle = handle.as_mut_ptr().cast();
@@ -38,18 +38,36 @@ fn given(room: &Room, device: &str) -> Vec<Service> {
     ours.map(|line| (field(line, "traffic_class"), field(line, "sl"))).collect()
 }
 
-/// A connection of two QPs, which works: what those of the sending and those of the receiving end were given.
-fn given_for(room: &Room, class: i32, devices: [&str; 2]) -> (Service, Service) {
-    let plugin = Plugin::started();
-    let pair = set_up(&plugin, class).comms();
-    plugin.carry(pair, &pattern(100_000));
-    plugin.close(pair);
+/// What the QPs of the sending and those of the receiving end were given; each end has two, which got the same.
+fn ends(room: &Room, devices: [&str; 2]) -> (Service, Service) {
     let [sending, receiving] = devices.map(|device| {
         let all = given(room, device);
         assert!(all.len() == 2 && all[0] == all[1], "{device}: {all:?}");
         all[0]
     });
     (sending, receiving)
+}
+
+/// By version 10, with data.
+fn given_for(room: &Room, class: i32, devices: [&str; 2]) -> (Service, Service) {
+    let plugin = Plugin::started();
+    let pair = set_up(&plugin, class).comms();
+    plugin.carry(pair, &pattern(100_000));
+    plugin.close(pair);
+    ends(room, devices)
+}
+
+/// By version 12, where the class is the communicator's from its start; another one asks for another class meanwhile.
+fn given_from_start(room: &Room, class: i32, devices: [&str; 2]) -> (Service, Service) {
+    let plugin = Plugin::load();
+    let communicator = Communicator::open(&plugin, 1, class);
+    let other = Communicator::open(&plugin, 2, 77);
+    let pair = communicator.set_up(0, 1).comms();
+    plugin.carry(pair, &pattern(100_000));
+    plugin.close(pair);
+    communicator.finalize();
+    other.finalize();
+    ends(room, devices)
 }
 
 const TWO_QPS: (&str, &str) = ("NCCL_IB_QPS_PER_CONNECTION", "2");
@@ -118,5 +136,27 @@ fn the_environment_goes_before_what_a_communicator_asks_for() {
 fn without_either_both_are_0() {
     alone(&Setting { fabric: Some(&on_ethernet()), env: &[TWO_QPS] }, |room| {
         assert_eq!(given_for(room, UNDEFINED, ETHERNET), ((0, 0), (0, 0)));
+    });
+}
+
+#[test]
+fn from_version_11_on_the_class_comes_with_init() {
+    alone(&Setting { fabric: Some(&on_ethernet()), env: &[TWO_QPS] }, |room| {
+        assert_eq!(given_from_start(room, 106, ETHERNET), ((106, 0), (106, 0)));
+    });
+}
+
+#[test]
+fn from_version_11_on_with_infiniband_too() {
+    alone(&Setting { fabric: Some(&on_infiniband()), env: &[TWO_QPS] }, |room| {
+        assert_eq!(given_from_start(room, 3, INFINIBAND), ((0, 3), (0, 3)));
+    });
+}
+
+#[test]
+fn from_version_11_on_the_environment_holds_where_init_asks_for_nothing() {
+    let env = [TWO_QPS, ("NCCL_IB_TC", "40"), ("NCCL_IB_SL", "2")];
+    alone(&Setting { fabric: Some(&on_ethernet()), env: &env }, |room| {
+        assert_eq!(given_from_start(room, UNDEFINED, ETHERNET), ((40, 2), (40, 2)));
     });
 }
