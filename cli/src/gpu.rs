@@ -1,4 +1,4 @@
-//! The CUDA driver and NCCL, both loaded at run time: as much of them as an all-reduce and a kernel on one GPU need. Where
+//! The CUDA driver and NCCL, both loaded at run time: as much of them as NCCL's operations and a kernel need. Where
 //! either is missing the error is an [`Absent`].
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
@@ -88,18 +88,28 @@ impl Gpu {
         Ok(DeviceMemory { address, bytes })
     }
 
-    pub(crate) fn upload(&self, to: &DeviceMemory, from: &[u8]) -> anyhow::Result<()> {
-        assert!(from.len() <= to.bytes);
+    /// Where the GPU sits, as `0000:1b:00.0`.
+    pub(crate) fn bus_id(index: i32) -> anyhow::Result<String> {
+        let device = Self::device(index)?;
+        let mut id = [0_u8; 32];
+        // SAFETY: room for 31 characters and a NUL.
+        let result = unsafe { cuda::cuDeviceGetPCIBusId(id.as_mut_ptr().cast::<c_char>(), 31, device) };
+        cu("cuDeviceGetPCIBusId", result)?;
+        Ok(CStr::from_bytes_until_nul(&id)?.to_string_lossy().to_lowercase())
+    }
+
+    pub(crate) fn upload<'a>(&self, to: impl Into<Place<'a>>, from: &[u8]) -> anyhow::Result<()> {
+        let to = to.into().address(from.len());
         // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
-        let result = unsafe { cuda::cuMemcpyHtoDAsync_v2(to.address, from.as_ptr().cast(), from.len(), self.stream) };
+        let result = unsafe { cuda::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.stream) };
         cu("cuMemcpyHtoDAsync", result)?;
         self.synchronize()
     }
 
-    pub(crate) fn download(&self, to: &mut [u8], from: &DeviceMemory) -> anyhow::Result<()> {
-        assert!(to.len() <= from.bytes);
+    pub(crate) fn download<'a>(&self, to: &mut [u8], from: impl Into<Place<'a>>) -> anyhow::Result<()> {
+        let from = from.into().address(to.len());
         // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
-        let result = unsafe { cuda::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from.address, to.len(), self.stream) };
+        let result = unsafe { cuda::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, to.len(), self.stream) };
         cu("cuMemcpyDtoHAsync", result)?;
         self.synchronize()
     }
@@ -201,6 +211,36 @@ impl DeviceMemory {
     }
 }
 
+/// Some of it, from an offset in bytes to the end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place<'a> {
+    memory: &'a DeviceMemory,
+    offset: usize,
+}
+
+impl<'a> From<&'a DeviceMemory> for Place<'a> {
+    fn from(memory: &'a DeviceMemory) -> Self {
+        Self { memory, offset: 0 }
+    }
+}
+
+impl Place<'_> {
+    pub(crate) fn skip(self, bytes: usize) -> Self {
+        Self { offset: self.offset + bytes, ..self }
+    }
+
+    /// Where at least so many bytes are.
+    fn address(self, bytes: usize) -> cuda::CUdeviceptr {
+        assert!(self.offset + bytes <= self.memory.bytes, "{bytes} bytes at {self:?}");
+        self.memory.address + u64::try_from(self.offset).unwrap_or(0)
+    }
+
+    fn pointer(self, bytes: usize) -> *mut c_void {
+        let address = usize::try_from(self.address(bytes)).unwrap_or(0);
+        ptr::with_exposed_provenance_mut(address)
+    }
+}
+
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         // SAFETY: allocated by cuMemAlloc; every operation on it has been waited for. A failure leaks, no more.
@@ -276,14 +316,24 @@ impl Kind {
 const SUM: c_int = 0;
 
 type Comm = *mut c_void;
-type AllReduce = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, cuda::CUstream) -> c_int;
+type Give = *const c_void;
+type Take = *mut c_void;
+type Stream = cuda::CUstream;
 
 /// NCCL's library. cudarc can only load it by its usual names; here it may be any file.
 pub(crate) struct Nccl {
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     init_rank: unsafe extern "C" fn(*mut Comm, c_int, UniqueId, c_int) -> c_int,
-    all_reduce: AllReduce,
+    all_reduce: unsafe extern "C" fn(Give, Take, usize, c_int, c_int, Comm, Stream) -> c_int,
+    all_gather: unsafe extern "C" fn(Give, Take, usize, c_int, Comm, Stream) -> c_int,
+    reduce_scatter: unsafe extern "C" fn(Give, Take, usize, c_int, c_int, Comm, Stream) -> c_int,
+    broadcast: unsafe extern "C" fn(Give, Take, usize, c_int, c_int, Comm, Stream) -> c_int,
+    reduce: unsafe extern "C" fn(Give, Take, usize, c_int, c_int, c_int, Comm, Stream) -> c_int,
+    send: unsafe extern "C" fn(Give, usize, c_int, c_int, Comm, Stream) -> c_int,
+    recv: unsafe extern "C" fn(Take, usize, c_int, c_int, Comm, Stream) -> c_int,
+    group_start: unsafe extern "C" fn() -> c_int,
+    group_end: unsafe extern "C" fn() -> c_int,
     async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
     abort: unsafe extern "C" fn(Comm) -> c_int,
     destroy: unsafe extern "C" fn(Comm) -> c_int,
@@ -321,6 +371,14 @@ impl Nccl {
             get_unique_id: symbol(&library, c"ncclGetUniqueId")?,
             init_rank: symbol(&library, c"ncclCommInitRank")?,
             all_reduce: symbol(&library, c"ncclAllReduce")?,
+            all_gather: symbol(&library, c"ncclAllGather")?,
+            reduce_scatter: symbol(&library, c"ncclReduceScatter")?,
+            broadcast: symbol(&library, c"ncclBroadcast")?,
+            reduce: symbol(&library, c"ncclReduce")?,
+            send: symbol(&library, c"ncclSend")?,
+            recv: symbol(&library, c"ncclRecv")?,
+            group_start: symbol(&library, c"ncclGroupStart")?,
+            group_end: symbol(&library, c"ncclGroupEnd")?,
             async_error: symbol(&library, c"ncclCommGetAsyncError")?,
             abort: symbol(&library, c"ncclCommAbort")?,
             destroy: symbol(&library, c"ncclCommDestroy")?,
@@ -381,17 +439,105 @@ impl Communicator<'_> {
     pub(crate) fn all_reduce(
         &self,
         gpu: &Gpu,
-        from: &DeviceMemory,
-        to: &DeviceMemory,
+        from: Place<'_>,
+        to: Place<'_>,
         count: usize,
         kind: Kind,
     ) -> anyhow::Result<()> {
-        assert!(count * 4 <= from.bytes.min(to.bytes));
-        let from = ptr::with_exposed_provenance::<c_void>(usize::try_from(from.address)?);
-        let to = ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(to.address)?);
+        let (from, to) = (from.pointer(count * 4), to.pointer(count * 4));
         // SAFETY: both are device memory of enough bytes, which lives until the stream has been waited for.
         let code = unsafe { (self.nccl.all_reduce)(from, to, count, kind.number(), SUM, self.comm, gpu.stream) };
         self.nccl.check("ncclAllReduce", code)
+    }
+
+    /// Queues the collection of `count` elements of each rank.
+    pub(crate) fn all_gather(
+        &self,
+        gpu: &Gpu,
+        from: Place<'_>,
+        to: Place<'_>,
+        count: usize,
+        ranks: usize,
+        kind: Kind,
+    ) -> anyhow::Result<()> {
+        let (from, to) = (from.pointer(count * 4), to.pointer(count * ranks * 4));
+        // SAFETY: as in all_reduce.
+        let code = unsafe { (self.nccl.all_gather)(from, to, count, kind.number(), self.comm, gpu.stream) };
+        self.nccl.check("ncclAllGather", code)
+    }
+
+    /// Queues the sum over all ranks, of which each takes `count` elements.
+    pub(crate) fn reduce_scatter(
+        &self,
+        gpu: &Gpu,
+        from: Place<'_>,
+        to: Place<'_>,
+        count: usize,
+        ranks: usize,
+        kind: Kind,
+    ) -> anyhow::Result<()> {
+        let (from, to) = (from.pointer(count * ranks * 4), to.pointer(count * 4));
+        // SAFETY: as in all_reduce.
+        let code = unsafe { (self.nccl.reduce_scatter)(from, to, count, kind.number(), SUM, self.comm, gpu.stream) };
+        self.nccl.check("ncclReduceScatter", code)
+    }
+
+    /// Queues the root's `count` elements for all.
+    pub(crate) fn broadcast(
+        &self,
+        gpu: &Gpu,
+        from: Place<'_>,
+        to: Place<'_>,
+        count: usize,
+        kind: Kind,
+        root: usize,
+    ) -> anyhow::Result<()> {
+        let (from, to, root) = (from.pointer(count * 4), to.pointer(count * 4), c_int::try_from(root)?);
+        // SAFETY: as in all_reduce.
+        let code = unsafe { (self.nccl.broadcast)(from, to, count, kind.number(), root, self.comm, gpu.stream) };
+        self.nccl.check("ncclBroadcast", code)
+    }
+
+    /// Queues the sum over all ranks for the root.
+    pub(crate) fn reduce(
+        &self,
+        gpu: &Gpu,
+        from: Place<'_>,
+        to: Place<'_>,
+        count: usize,
+        kind: Kind,
+        root: usize,
+    ) -> anyhow::Result<()> {
+        let (from, to, root) = (from.pointer(count * 4), to.pointer(count * 4), c_int::try_from(root)?);
+        // SAFETY: as in all_reduce.
+        let code = unsafe { (self.nccl.reduce)(from, to, count, kind.number(), SUM, root, self.comm, gpu.stream) };
+        self.nccl.check("ncclReduce", code)
+    }
+
+    /// Queues `count` elements for a peer.
+    pub(crate) fn send(&self, gpu: &Gpu, from: Place<'_>, count: usize, kind: Kind, peer: usize) -> anyhow::Result<()> {
+        let (from, peer) = (from.pointer(count * 4), c_int::try_from(peer)?);
+        // SAFETY: device memory of enough bytes, which lives until the stream has been waited for.
+        let code = unsafe { (self.nccl.send)(from, count, kind.number(), peer, self.comm, gpu.stream) };
+        self.nccl.check("ncclSend", code)
+    }
+
+    /// Queues the arrival of `count` elements from a peer.
+    pub(crate) fn recv(&self, gpu: &Gpu, to: Place<'_>, count: usize, kind: Kind, peer: usize) -> anyhow::Result<()> {
+        let (to, peer) = (to.pointer(count * 4), c_int::try_from(peer)?);
+        // SAFETY: as in send.
+        let code = unsafe { (self.nccl.recv)(to, count, kind.number(), peer, self.comm, gpu.stream) };
+        self.nccl.check("ncclRecv", code)
+    }
+
+    /// What `body` queues begins together.
+    pub(crate) fn group(&self, body: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<()> {
+        // SAFETY: no arguments; ended below, on the same thread.
+        self.nccl.check("ncclGroupStart", unsafe { (self.nccl.group_start)() })?;
+        let queued = body();
+        // SAFETY: as above.
+        let ended = self.nccl.check("ncclGroupEnd", unsafe { (self.nccl.group_end)() });
+        queued.and(ended)
     }
 
     /// Waits for the stream; an error of NCCL or too long a wait ends it.
@@ -402,9 +548,9 @@ impl Communicator<'_> {
             // SAFETY: a live communicator; one int to write.
             let code = unsafe { (self.nccl.async_error)(self.comm, &raw mut error) };
             self.nccl.check("ncclCommGetAsyncError", code)?;
-            self.nccl.check("the all-reduce", error)?;
+            self.nccl.check("the operation", error)?;
             if Instant::now() > deadline {
-                bail!("the all-reduce is not done after {patience:?}");
+                bail!("the operation is not done after {patience:?}");
             }
             yield_now();
         }

@@ -1,8 +1,9 @@
-//! NCCL itself on one GPU through a network of one's choice: several ranks share the GPU, each a host of its own to
-//! NCCL, so that every byte goes through the network.
+//! NCCL itself through a network of one's choice: several ranks share a GPU, each a host of its own to NCCL, so that every
+//! byte goes through the network; or pretended hosts of several ranks, each rank of a host on another GPU.
 
 pub(crate) mod check;
 pub(crate) mod compare;
+mod operation;
 mod setting;
 
 use std::fs;
@@ -14,9 +15,9 @@ use anyhow::Context as _;
 use crate::adapter::AdapterArgs;
 use crate::gpu::{Communicator, Kind, Nccl};
 use crate::procs::{Mailbox, Seat};
-pub(crate) use setting::{GpuPath, Libraries, Setting};
+pub(crate) use setting::{GpuPath, Libraries, Placement, Setting};
 
-/// One all-reduce that takes longer has hung.
+/// One operation that takes longer has hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Options that every run of NCCL takes.
@@ -72,11 +73,15 @@ fn join<'a>(nccl: &'a Nccl, seat: &Seat, mail: &mut Mailbox, name: &str) -> anyh
 
 /// Judges the logs of all ranks.
 fn proven(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> anyhow::Result<()> {
-    (0..setting.ranks).try_for_each(|rank| {
+    let mut logs = Vec::new();
+    for rank in 0..setting.ranks {
         let file = log_of(&rank.to_string());
         let log = fs::read(&file).with_context(|| file.display().to_string())?;
-        setting.proven(&String::from_utf8_lossy(&log)).with_context(|| file.display().to_string())
-    })
+        let log = String::from_utf8_lossy(&log).into_owned();
+        setting.proven(&log).with_context(|| file.display().to_string())?;
+        logs.push(log);
+    }
+    setting.placement.proven(&logs)
 }
 
 /// What NCCL warned of, for the message about a failure: the first lines of each rank.

@@ -38,6 +38,7 @@ pub(crate) fn run(job: &Job, same_host: bool, meeting: Option<&Meeting>) -> anyh
         job: procs::Job::Perf(job.clone()),
         env: Vec::new(),
         same_host,
+        per_host: 1,
         time_limit: Duration::from_secs(600),
         dies: None,
         meeting,

@@ -51,6 +51,8 @@ pub(crate) struct Spec<'a> {
     pub env: Vec<(String, String)>,
     /// Leaves `SOFT_HCA_HOST` alone, so that the ranks are one host to a software adapter.
     pub same_host: bool,
+    /// Ranks that are one host.
+    pub per_host: usize,
     pub time_limit: Duration,
     /// This rank kills itself as part of the job.
     pub dies: Option<usize>,
@@ -127,9 +129,12 @@ impl Order {
     fn new(spec: &Spec<'_>, rank: usize) -> Self {
         let seat = Seat { rank, ranks: spec.ranks, job: spec.job.clone() };
         let mut env = spec.env.clone();
-        env.iter_mut().for_each(|(_, value)| *value = value.replace("{rank}", &rank.to_string()));
+        let host = rank / spec.per_host.max(1);
+        for (_, value) in &mut env {
+            *value = value.replace("{rank}", &rank.to_string()).replace("{host}", &host.to_string());
+        }
         if !spec.same_host {
-            env.push(("SOFT_HCA_HOST".to_owned(), format!("h{rank}")));
+            env.push(("SOFT_HCA_HOST".to_owned(), format!("h{host}")));
         }
         Self { seat, env }
     }

@@ -46,6 +46,7 @@ pub(crate) fn run(
         job: procs::Job::Ring(job.clone()),
         env: Vec::new(),
         same_host,
+        per_host: 1,
         time_limit: Duration::from_secs(600),
         dies: None,
         meeting,

@@ -161,6 +161,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }),
         env: adapter.environment(),
         same_host: false,
+        per_host: 1,
         time_limit: Duration::from_secs(args.time_limit),
         dies: None,
         meeting: None,

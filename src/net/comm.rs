@@ -502,7 +502,13 @@ impl Comm {
                 let receiver = unsafe { &mut *comm.hot.get() };
                 // What has arrived and was not polled is not under way any more.
                 let _ = receiver.poll();
-                comm.base.close(receiver.open() == 0, receiver.received());
+                let (received, largest) = (receiver.received(), receiver.largest());
+                tracing::info!(
+                    target: "net",
+                    "closing a connection from peer {}: {received} buffers received, up to {largest} at once",
+                    comm.base.peer
+                );
+                comm.base.close(receiver.open() == 0, received);
             }
         }
     }

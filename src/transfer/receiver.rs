@@ -94,6 +94,8 @@ pub struct Receiver<P> {
     max_inline: u32,
     /// Ring position of the next credit.
     tail: u32,
+    /// Most buffers of one irecv so far.
+    largest: u8,
     /// Positions whose message has not arrived.
     open: u32,
     lanes: Lanes,
@@ -134,6 +136,7 @@ impl<P: Post> Receiver<P> {
             ring_address: parts.ring_address,
             max_inline: parts.max_inline,
             tail: 0,
+            largest: 0,
             open: 0,
             lanes: parts.lanes,
             can_flush: parts.can_flush,
@@ -160,6 +163,11 @@ impl<P: Post> Receiver<P> {
 
     pub fn post(&self) -> &P {
         &self.post
+    }
+
+    /// Most buffers of one irecv so far.
+    pub fn largest(&self) -> u8 {
+        self.largest
     }
 
     /// Every position before this one has arrived.
@@ -226,6 +234,7 @@ impl<P: Post> Receiver<P> {
             self.shadow.write(position, &credit, &keys.rkeys);
         }
         self.open += n as u32;
+        self.largest = self.largest.max(n as u8);
         self.tail = first.wrapping_add(n as u32);
         let before_wrap = (RING - slot(first)).min(n);
         self.write_credits(slot(first), before_wrap)?;

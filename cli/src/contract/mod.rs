@@ -155,6 +155,7 @@ fn play(case: &Case, options: &Options, meeting: Option<&Meeting>) -> anyhow::Re
         job: procs::Job::Contract(Job { case: case.name.to_owned(), options: options.clone() }),
         env: Vec::new(),
         same_host: options.same_host,
+        per_host: 1,
         // The ranks watch the limit themselves and say what they wait for; this one is for ranks that cannot.
         time_limit: options.time_limit + Duration::from_secs(5),
         dies: case.dies,

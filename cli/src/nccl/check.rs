@@ -1,16 +1,18 @@
-//! `nccl-rdma nccl-check`: NCCL all-reduces through one network; every element is checked, and NCCL's own log must say
+//! `nccl-rdma nccl-check`: NCCL's operations through one network; every element is checked, and NCCL's own log must say
 //! that this network was in use and which way GPU data took to it.
 
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use anyhow::{bail, ensure};
+use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use super::{Common, GpuPath, Libraries, PATIENCE, Setting, differing, encode, sum, value};
-use crate::gpu::{DeviceMemory, Gpu, Kind, Nccl};
+use super::operation::{Operation, Part};
+use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, encode};
+use crate::gpu::{Gpu, Kind, Nccl, Place};
 use crate::procs::{self, Mailbox, Seat, Spec};
-use crate::table::{self, Table, bandwidths};
+use crate::table::{self, Table};
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct Args {
@@ -25,9 +27,29 @@ pub(crate) struct Args {
     /// Have NCCL flush received GPU data also on GPUs that need none (NCCL_NET_FORCE_FLUSH=1)
     #[arg(long)]
     flush: bool,
+    /// What NCCL does (may be given more than once)
+    #[arg(long = "op", value_enum, value_delimiter = ',', default_value = "all-reduce")]
+    operations: Vec<Operation>,
     /// Processes, all on one GPU, each a host of its own to NCCL
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(2..=8))]
     ranks: u8,
+    /// Ranks that are one host to NCCL
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
+    per_host: u8,
+    /// GPUs over which the ranks of a host are spread, from --device on
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=4))]
+    gpus: u8,
+    /// NICs that NCCL is told to be near the GPUs (NCCL_TOPO_FILE): the first near the first, and so on
+    #[arg(long, value_delimiter = ',', value_name = "NIC")]
+    near: Vec<String>,
+    /// Whether ranks of a host must reach the network through each other's GPUs: with `on`, grouped receives must be
+    /// seen too
+    #[arg(long, value_name = "on|off", value_parser = |text: &str| match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("on or off"),
+    })]
+    pxn: Option<bool>,
     /// Protocols, each in fresh processes
     #[arg(long, value_delimiter = ',', default_value = "Simple,LL")]
     protos: Vec<String>,
@@ -49,20 +71,29 @@ pub(crate) struct Args {
 pub(crate) struct Job {
     nccl: Option<PathBuf>,
     device: i32,
+    placement: Placement,
+    operations: Vec<Operation>,
     sizes: Vec<usize>,
     iters: usize,
 }
 
-/// What a rank reports per size and type: seconds and wrong elements, out of place and in place.
+/// What a rank reports per operation, size and type: seconds and wrong elements, out of place and in place.
 #[derive(Debug, Serialize, Deserialize)]
 struct Row {
-    bytes: usize,
+    operation: Operation,
+    count: usize,
     kind: String,
-    seconds: [f64; 2],
-    wrong: [u64; 2],
+    places: [Option<Figure>; 2],
+}
+
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+struct Figure {
+    seconds: f64,
+    wrong: u64,
 }
 
 const ROWS: Table = Table(&[
+    ("operation", -14),
     ("size (B)", 10),
     ("count", 10),
     ("type", 5),
@@ -90,22 +121,51 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let common = &args.common;
     let sizes = table::doubling(args.min.max(4), args.max);
     ensure!(!sizes.is_empty(), "no size between {} and {}", args.min, args.max);
+    let (per_host, gpus) = (usize::from(args.per_host), usize::from(args.gpus));
+    ensure!(gpus <= per_host, "--gpus {gpus} is more than --per-host {per_host}: each rank has one GPU");
+    ensure!(
+        usize::from(args.ranks) > per_host,
+        "--ranks {} are one host with --per-host {per_host}: nothing would take the network",
+        args.ranks
+    );
     let gpu = Gpu::probe(common.device)?;
+    let bus_ids = (common.device..).take(gpus).map(Gpu::bus_id).collect::<Result<Vec<_>, _>>()?;
     let version = Nccl::load(common.nccl.as_deref())?.version()?;
     let logs = common.logs()?;
+    let topology = if args.near.is_empty() {
+        None
+    } else {
+        let file = logs.join("topology.xml");
+        fs::write(&file, Placement::topology(&bus_ids, &args.near)).with_context(|| file.display().to_string())?;
+        Some(file)
+    };
+    let placement = Placement { per_host, gpus, topology, pxn: args.pxn };
     let check = Check {
         libraries: &common.libraries(&logs)?,
         logs: &logs,
         channels: common.channels,
         time_limit: Duration::from_secs(args.time_limit),
-        job: Job { nccl: common.nccl.clone(), device: common.device, sizes, iters: usize::try_from(args.iters)? },
+        job: Job {
+            nccl: common.nccl.clone(),
+            device: common.device,
+            placement: placement.clone(),
+            operations: args.operations.clone(),
+            sizes,
+            iters: usize::try_from(args.iters)?,
+        },
     };
     println!("NCCL {version}, {} ranks on GPU {} ({gpu}), network {}", args.ranks, common.device, args.net);
     println!("NCCL's logs are in {}", logs.display());
     let (mut rows, mut passed, mut skipped) = (0, 0, 0);
     let mut failed = Vec::new();
     for &path in &args.paths {
-        let setting = Setting { net: args.net.clone(), path, flush: args.flush, ranks: usize::from(args.ranks) };
+        let setting = Setting {
+            net: args.net.clone(),
+            path,
+            flush: args.flush,
+            ranks: usize::from(args.ranks),
+            placement: placement.clone(),
+        };
         if let Some(reason) = setting.impossible() {
             skipped += 1;
             println!("SKIP {setting}: {reason}");
@@ -140,38 +200,43 @@ impl Check<'_> {
             job: procs::Job::NcclCheck(self.job.clone()),
             env: setting.environment(self.libraries, Some(protocol), self.channels, &log_of("{rank}"))?,
             same_host: false,
+            per_host: setting.placement.per_host,
             time_limit: self.time_limit,
             dies: None,
             meeting: None,
         };
-        println!("\nall_reduce, protocol {protocol}, network {setting}");
+        println!("\nprotocol {protocol}, network {setting}");
         println!("{}", ROWS.head());
         let mut pending: Vec<(Row, usize)> = Vec::new();
         let (mut rows, mut wrong) = (0, 0);
         let outcomes = procs::run(&spec, |_, value| {
             let Ok(row) = serde_json::from_value::<Row>(value) else { return };
-            let at = pending.iter().position(|(p, _)| (p.bytes, &p.kind) == (row.bytes, &row.kind));
+            let key = |r: &Row| (r.operation.name(), r.count, r.kind.clone());
+            let at = pending.iter().position(|(p, _)| key(p) == key(&row));
             let at = at.unwrap_or_else(|| {
-                pending.push((Row { seconds: [0.0; 2], wrong: [0; 2], kind: row.kind.clone(), bytes: row.bytes }, 0));
+                pending.push((Row { places: [None; 2], kind: row.kind.clone(), ..row }, 0));
                 pending.len() - 1
             });
             let (sum, count) = &mut pending[at];
-            for place in 0..2 {
-                sum.seconds[place] = sum.seconds[place].max(row.seconds[place]);
-                sum.wrong[place] += row.wrong[place];
+            for (place, figure) in sum.places.iter_mut().zip(row.places) {
+                if let Some(figure) = figure {
+                    let place = place.get_or_insert(Figure { seconds: 0.0, wrong: 0 });
+                    place.seconds = place.seconds.max(figure.seconds);
+                    place.wrong += figure.wrong;
+                }
             }
             *count += 1;
             if *count == setting.ranks {
                 let (row, _) = pending.remove(at);
                 println!("{}", cells(&row, setting.ranks));
                 rows += 1;
-                wrong += row.wrong.iter().sum::<u64>();
+                wrong += row.places.iter().flatten().map(|figure| figure.wrong).sum::<u64>();
             }
         })?;
         if let Some(why) = procs::failure(&outcomes) {
             bail!("{why}{}", super::warnings(setting, log_of));
         }
-        let expected = self.job.sizes.len() * Kind::ALL.len();
+        let expected = self.job.operations.len() * self.job.sizes.len() * Kind::ALL.len();
         ensure!(rows == expected, "{rows} of {expected} rows came");
         ensure!(wrong == 0, "{wrong} elements are wrong");
         super::proven(setting, log_of)?;
@@ -180,72 +245,89 @@ impl Check<'_> {
     }
 }
 
+#[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
 fn cells(row: &Row, ranks: usize) -> String {
-    let place = |i: usize| {
-        let (alg, bus) = bandwidths(row.bytes, ranks, row.seconds[i]);
-        [format!("{:.1}", row.seconds[i] * 1e6), format!("{alg:.2}"), format!("{bus:.2}"), row.wrong[i].to_string()]
+    let bytes = row.count * 4;
+    let place = |i: usize| match row.places[i] {
+        Some(Figure { seconds, wrong }) => {
+            let alg = bytes as f64 / seconds.max(1e-9) / 1e9;
+            let bus = alg * row.operation.bus_factor(ranks);
+            [format!("{:.1}", seconds * 1e6), format!("{alg:.2}"), format!("{bus:.2}"), wrong.to_string()]
+        }
+        None => ["N/A"; 4].map(str::to_owned),
     };
     let ([time, alg, bus, wrong], [time_in, alg_in, bus_in, wrong_in]) = (place(0), place(1));
-    let (size, count) = (row.bytes.to_string(), (row.bytes / 4).to_string());
-    let (kind, op) = (row.kind.clone(), "sum".to_owned());
-    ROWS.row([size, count, kind, op, time, alg, bus, wrong, time_in, alg_in, bus_in, wrong_in])
+    let (operation, size, count) = (row.operation.name().to_owned(), bytes.to_string(), row.count.to_string());
+    let (kind, op) = (row.kind.clone(), row.operation.reduction().to_owned());
+    ROWS.row([operation, size, count, kind, op, time, alg, bus, wrong, time_in, alg_in, bus_in, wrong_in])
 }
 
 /// The work of one process.
 pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::Result<()> {
-    let gpu = Gpu::open(job.device)?;
-    let nccl = Nccl::load(job.nccl.as_deref())?;
     let (rank, ranks) = (seat.rank, seat.ranks);
+    let gpu = Gpu::open(job.device + i32::try_from(job.placement.gpu(rank))?)?;
+    let nccl = Nccl::load(job.nccl.as_deref())?;
     let comm = super::join(&nccl, seat, mail, "unique id")?;
-    let most = job.sizes.iter().copied().max().unwrap_or(0);
+    let sizes = job.sizes.iter().flat_map(|&s| job.operations.iter().map(move |o| o.elements(s / 4, ranks) * 4));
+    let most = sizes.max().unwrap_or(0);
     let (input, output) = (gpu.alloc(most)?, gpu.alloc(most)?);
-    let mut bytes_in = vec![0; most];
-    let mut bytes_out = vec![0; most];
-    for (round, &bytes) in job.sizes.iter().enumerate() {
-        let count = bytes / 4;
-        for kind in Kind::ALL {
-            let mut row = Row { bytes, kind: kind.name().to_owned(), seconds: [0.0; 2], wrong: [0; 2] };
-            for (place, to) in [&output, &input].into_iter().enumerate() {
-                let reduce = |times: usize| -> anyhow::Result<f64> {
-                    let start = Instant::now();
-                    (0..times).try_for_each(|_| comm.all_reduce(&gpu, &input, to, count, kind))?;
-                    comm.wait(&gpu, PATIENCE)?;
-                    Ok(start.elapsed().as_secs_f64())
-                };
-                let mut judge = |to: &DeviceMemory| -> anyhow::Result<u64> {
-                    gpu.download(&mut bytes_out[..bytes], to)?;
-                    Ok(wrong(&bytes_out[..bytes], kind, ranks, round))
-                };
-                fill(&mut bytes_in[..bytes], kind, rank, round);
-                gpu.upload(&output, &vec![0xff; bytes])?;
-                gpu.upload(&input, &bytes_in[..bytes])?;
-                reduce(1)?;
-                row.wrong[place] = judge(to)?;
-                // One more brings the ranks together before the clock starts.
-                reduce(1)?;
-                row.seconds[place] = reduce(job.iters)? / f64::from(u32::try_from(job.iters)?);
-                if place == 0 {
-                    // Out of place the result stays the same, however often.
-                    row.wrong[place] += judge(to)?;
+    let mut bytes = vec![0; most];
+    for &operation in &job.operations {
+        for (round, &size) in job.sizes.iter().enumerate() {
+            let part = Part::new(operation, size / 4, round, rank, ranks);
+            for kind in Kind::ALL {
+                let out_of_place = Some((Place::from(&input), Place::from(&output)));
+                let in_place = part.in_place().map(|(from, to)| {
+                    let place = Place::from(&input);
+                    (place.skip(from * 4), place.skip(to * 4))
+                });
+                let mut places = [None; 2];
+                for (at, place) in [out_of_place, in_place].into_iter().enumerate() {
+                    let Some((from, to)) = place else { continue };
+                    let queue = |times: usize| -> anyhow::Result<f64> {
+                        let start = Instant::now();
+                        (0..times).try_for_each(|_| part.queue(&comm, &gpu, from, to, kind))?;
+                        comm.wait(&gpu, PATIENCE)?;
+                        Ok(start.elapsed().as_secs_f64())
+                    };
+                    let mut judge = || -> anyhow::Result<u64> {
+                        let got = &mut bytes[..part.taken() * 4];
+                        gpu.download(got, to)?;
+                        Ok(wrong(got, kind, &part))
+                    };
+                    gpu.wipe(&output, 0xff)?;
+                    gpu.wipe(&input, 0xff)?;
+                    gpu.upload(from, &given(&part, kind))?;
+                    queue(1)?;
+                    let mut wrong = judge()?;
+                    // One more brings the ranks together before the clock starts.
+                    queue(1)?;
+                    let seconds = queue(job.iters)? / f64::from(u32::try_from(job.iters)?);
+                    if at == 0 {
+                        // Out of place the result stays the same, however often.
+                        wrong += judge()?;
+                    }
+                    places[at] = Some(Figure { seconds, wrong });
                 }
+                let count = operation.elements(size / 4, ranks);
+                mail.report(&Row { operation, count, kind: kind.name().to_owned(), places })?;
             }
-            mail.report(&row)?;
         }
     }
     mail.barrier(Instant::now() + PATIENCE)?;
     comm.destroy()
 }
 
-fn fill(out: &mut [u8], kind: Kind, rank: usize, round: usize) {
-    let (elements, _) = out.as_chunks_mut();
-    for (i, element) in elements.iter_mut().enumerate() {
-        *element = encode(kind, value(rank, i, round));
-    }
+fn given(part: &Part, kind: Kind) -> Vec<u8> {
+    (0..part.given()).flat_map(|i| encode(kind, part.gives(i))).collect()
 }
 
-/// Elements that are not the sum over all ranks.
-fn wrong(got: &[u8], kind: Kind, ranks: usize, round: usize) -> u64 {
-    differing(got, (0..).map(|i| encode(kind, sum(ranks, i, round))))
+/// Elements that are not what must come out.
+fn wrong(got: &[u8], kind: Kind, part: &Part) -> u64 {
+    let (elements, _) = got.as_chunks::<4>();
+    let differs = |(i, &got): (usize, &[u8; 4])| part.takes(i).is_some_and(|must| got != encode(kind, must));
+    let count = elements.iter().enumerate().filter(|&element| differs(element)).count();
+    u64::try_from(count).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
@@ -253,20 +335,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sums_are_judged_exactly() {
+    fn results_are_judged_exactly() {
         for kind in Kind::ALL {
-            let mut sum = vec![0; 400];
-            let (elements, _) = sum.as_chunks_mut::<4>();
-            for (i, element) in elements.iter_mut().enumerate() {
-                *element = encode(kind, value(0, i, 3) + value(1, i, 3));
-            }
-            assert_eq!(wrong(&sum, kind, 2, 3), 0);
-            assert_eq!(wrong(&sum, kind, 3, 3), 100);
+            let part = Part::new(Operation::AllReduce, 100, 3, 1, 2);
+            let other = Part::new(Operation::AllReduce, 100, 3, 0, 2);
+            let mut sum: Vec<u8> = (0..100).flat_map(|i| encode(kind, part.gives(i) + other.gives(i))).collect();
+            assert_eq!(wrong(&sum, kind, &part), 0);
+            assert_eq!(wrong(&sum, kind, &Part::new(Operation::AllReduce, 100, 3, 1, 3)), 100);
             sum[17] ^= 1;
-            assert_eq!(wrong(&sum, kind, 2, 3), 1);
+            assert_eq!(wrong(&sum, kind, &part), 1);
         }
-        let mut own = vec![0; 8];
-        fill(&mut own, Kind::Int32, 1, 0);
-        assert_eq!(own[4..], value(1, 1, 0).to_ne_bytes());
+        let part = Part::new(Operation::AllToAll, 2, 0, 1, 2);
+        assert_eq!(given(&part, Kind::Int32)[4..], part.gives(1).to_ne_bytes());
     }
 }

@@ -10,7 +10,7 @@ use anyhow::{Context as _, bail, ensure};
 use comfy_table::presets;
 use serde::{Deserialize, Serialize};
 
-use super::{Common, GpuPath, Libraries, PATIENCE, PERIOD, Setting, differing, encode, sum, value};
+use super::{Common, GpuPath, Libraries, PATIENCE, PERIOD, Placement, Setting, differing, encode, sum, value};
 use crate::gpu::{Gpu, Kind, Nccl};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{self, bandwidths};
@@ -200,7 +200,7 @@ impl Setting {
     /// Host memory for Socket, whatever the others take.
     fn plain(net: &str, path: GpuPath, ranks: usize) -> Self {
         let path = if net.eq_ignore_ascii_case("Socket") { GpuPath::Host } else { path };
-        Self { net: net.to_owned(), path, flush: false, ranks }
+        Self { net: net.to_owned(), path, flush: false, ranks, placement: Placement::default() }
     }
 }
 
@@ -344,6 +344,7 @@ impl Compare<'_> {
             job: procs::Job::NcclCompare(self.job.clone()),
             env: setting.environment(self.libraries, None, self.channels, &log_of("{rank}"))?,
             same_host: false,
+            per_host: 1,
             time_limit,
             dies: None,
             meeting: None,
@@ -503,7 +504,9 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
         for &bytes in &job.sizes {
             let reduce = |times: usize| -> anyhow::Result<f64> {
                 let start = Instant::now();
-                (0..times).try_for_each(|_| comm.all_reduce(&gpu, &input, &output, bytes / 4, Kind::Float32))?;
+                (0..times).try_for_each(|_| {
+                    comm.all_reduce(&gpu, (&input).into(), (&output).into(), bytes / 4, Kind::Float32)
+                })?;
                 comm.wait(&gpu, PATIENCE)?;
                 Ok(start.elapsed().as_secs_f64() / f64::from(u32::try_from(times)?))
             };

@@ -43,6 +43,80 @@ pub(crate) struct Libraries {
     pub(crate) adapter: Adapter,
 }
 
+/// Which ranks are one host to NCCL, and which GPU each has.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Placement {
+    pub(crate) per_host: usize,
+    /// GPUs of each host.
+    pub(crate) gpus: usize,
+    /// What NCCL is told of where GPUs and NICs are.
+    pub(crate) topology: Option<PathBuf>,
+    /// Whether ranks must send through the GPU of another (PXN); None: as NCCL likes.
+    pub(crate) pxn: Option<bool>,
+}
+
+impl Default for Placement {
+    fn default() -> Self {
+        Self { per_host: 1, gpus: 1, topology: None, pxn: None }
+    }
+}
+
+impl Placement {
+    /// The GPU of a rank, counted from the first.
+    pub(crate) fn gpu(&self, rank: usize) -> usize {
+        rank % self.per_host % self.gpus
+    }
+
+    /// A topology of one PCIe switch for each GPU, with the NIC of the same place behind it.
+    pub(crate) fn topology(gpus: &[String], nics: &[String]) -> String {
+        let link = "link_speed=\"32.0 GT/s PCIe\" link_width=\"16\"";
+        let mut text = String::from(
+            "<system version=\"1\">\n  <cpu numaid=\"0\" arch=\"x86_64\" vendor=\"GenuineIntel\" familyid=\"6\" modelid=\"207\">\n",
+        );
+        for (i, gpu) in gpus.iter().enumerate() {
+            // Domain ffff is no machine's.
+            text += &format!("    <pci busid=\"ffff:{i:02x}:00.0\" class=\"0x060400\" {link}>\n");
+            text += &format!("      <pci busid=\"{gpu}\" class=\"0x030200\" {link}/>\n");
+            if let Some(nic) = nics.get(i) {
+                text += &format!("      <pci busid=\"ffff:{i:02x}:01.0\" class=\"0x020000\" {link}>\n");
+                text += &format!("        <nic><net name=\"{nic}\"/></nic>\n      </pci>\n");
+            }
+            text += "    </pci>\n";
+        }
+        text + "  </cpu>\n</system>\n"
+    }
+
+    /// Judges the logs of all ranks: whether some send through another's GPU, and receives come in groups then.
+    pub(crate) fn proven(&self, logs: &[String]) -> anyhow::Result<()> {
+        let Some(wanted) = self.pxn else { return Ok(()) };
+        let channels = logs.iter().flat_map(|log| log.lines()).filter_map(|line| Some(line.split_once(" via NET/")?.1));
+        // The number of the device, and in brackets the rank whose GPU it is reached through.
+        let through = channels.filter(|c| c.split('/').nth(1).is_some_and(|device| device.contains('('))).count();
+        ensure!(wanted == (through > 0), "{through} channels go through another rank's GPU (PXN)");
+        let mark = " buffers received, up to ";
+        let most = logs
+            .iter()
+            .flat_map(|log| log.lines())
+            .filter_map(|line| line.split_once(mark)?.1.split_once(' ')?.0.parse::<usize>().ok());
+        let most = most.max();
+        ensure!(!wanted || most > Some(1), "receives of {most:?} buffers at most; groups belong to PXN");
+        Ok(())
+    }
+}
+
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.per_host > 1 {
+            write!(f, ", {} a host on {} GPU(s)", self.per_host, self.gpus)?;
+        }
+        match self.pxn {
+            Some(true) => f.write_str(", PXN"),
+            Some(false) => f.write_str(", no PXN"),
+            None => Ok(()),
+        }
+    }
+}
+
 /// One way to run NCCL.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Setting {
@@ -52,12 +126,13 @@ pub(crate) struct Setting {
     /// Makes NCCL flush also on GPUs that need none.
     pub(crate) flush: bool,
     pub(crate) ranks: usize,
+    pub(crate) placement: Placement,
 }
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let flush = if self.flush { ", flushes forced" } else { "" };
-        write!(f, "{}, path {}{flush}, {} ranks", self.net, self.path.name(), self.ranks)
+        write!(f, "{}, path {}{flush}, {} ranks{}", self.net, self.path.name(), self.ranks, self.placement)
     }
 }
 
@@ -95,7 +170,12 @@ impl Setting {
     /// A name for files.
     pub(crate) fn slug(&self) -> String {
         let flush = if self.flush { "-flush" } else { "" };
-        format!("{}-{}{flush}-{}ranks", self.net, self.path.name(), self.ranks)
+        let pxn = match self.placement.pxn {
+            Some(true) => "-pxn",
+            Some(false) => "-nopxn",
+            None => "",
+        };
+        format!("{}-{}{flush}{pxn}-{}ranks", self.net, self.path.name(), self.ranks)
     }
 
     /// The environment of every rank; `{rank}` stands for its number.
@@ -109,7 +189,7 @@ impl Setting {
         let channels = channels.to_string();
         let log = log.to_string_lossy();
         let mut env = vec![
-            ("NCCL_HOSTID", "nccl-rdma-host{rank}"),
+            ("NCCL_HOSTID", "nccl-rdma-host{host}"),
             ("NCCL_NET", &self.net),
             ("NCCL_DEBUG", "INFO"),
             ("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV"),
@@ -135,6 +215,17 @@ impl Setting {
         }
         if self.flush {
             env.push(("NCCL_NET_FORCE_FLUSH", "1"));
+        }
+        let topology = self.placement.topology.as_ref().map(|file| file.to_string_lossy());
+        if let Some(file) = &topology {
+            env.push(("NCCL_TOPO_FILE", file));
+        }
+        if self.placement.per_host > 1 {
+            // Multicast between GPUs is the machine's, not this host's.
+            env.push(("NCCL_NVLS_ENABLE", "0"));
+        }
+        if let Some(pxn) = self.placement.pxn {
+            env.push(("NCCL_PXN_DISABLE", if pxn { "0" } else { "1" }));
         }
         if self.is_builtin() {
             env.push(("NCCL_NET_PLUGIN", "none"));
@@ -236,7 +327,7 @@ mod tests {
     use super::*;
 
     fn setting(net: &str, path: GpuPath) -> Setting {
-        Setting { net: net.to_owned(), path, flush: false, ranks: 2 }
+        Setting { net: net.to_owned(), path, flush: false, ranks: 2, placement: Placement::default() }
     }
 
     fn environment(setting: &Setting, library: Option<PathBuf>) -> anyhow::Result<HashMap<String, String>> {
@@ -320,6 +411,41 @@ mod tests {
         assert!(error.starts_with("1 of 3") && error.contains("distance 8 > 2"), "{error}");
         assert!(says(GpuPath::Host, START).contains("no channel line"));
         assert!(says(GpuPath::Host, &(START.to_owned() + &channel("Socket/0"))).contains("via NET/Socket/0"));
+    }
+
+    #[test]
+    fn hosts_of_several_ranks_have_a_gpu_for_each() {
+        let pairs = Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true) };
+        assert_eq!([0, 1, 2, 3].map(|rank| pairs.gpu(rank)), [0, 1, 0, 1]);
+        assert_eq!([0, 1, 2, 3].map(|rank| Placement::default().gpu(rank)), [0; 4]);
+        let env = environment(&Setting { placement: pairs, ..setting("RDMA", GpuPath::Dmabuf) }, None).unwrap();
+        assert_eq!((&*env["NCCL_TOPO_FILE"], &*env["NCCL_PXN_DISABLE"]), ("/near.xml", "0"));
+        assert_eq!((&*env["NCCL_NVLS_ENABLE"], &*env["NCCL_HOSTID"]), ("0", "nccl-rdma-host{host}"));
+    }
+
+    #[test]
+    fn pxn_shows_in_the_logs_or_is_missed() {
+        let placed = |pxn| Placement { pxn, ..Placement::default() };
+        let says = |n| {
+            format!("x NCCL INFO NET/RDMA : closing a connection from peer p: 7 buffers received, up to {n} at once\n")
+        };
+        let through = channel("RDMA/0(1)/GDRDMA/Shared");
+        let logs = [channel("RDMA/1/GDRDMA(PCI)"), through.clone() + &says(1) + &says(4)];
+        placed(Some(true)).proven(&logs).unwrap();
+        placed(None).proven(&logs).unwrap();
+        assert!(placed(Some(false)).proven(&logs).unwrap_err().to_string().contains("1 channels"));
+        placed(Some(false)).proven(&logs[..1]).unwrap();
+        assert!(placed(Some(true)).proven(&logs[..1]).unwrap_err().to_string().starts_with("0 channels"));
+        let single = [through + &says(1)];
+        assert!(placed(Some(true)).proven(&single).unwrap_err().to_string().contains("Some(1)"));
+    }
+
+    #[test]
+    fn the_topology_has_each_nic_beside_a_gpu() {
+        let text = Placement::topology(&["0000:00:06.0".into(), "0000:00:07.0".into()], &["soft_gpu0".into()]);
+        let (gpu, nic) = (text.find("0000:00:06.0").unwrap(), text.find("soft_gpu0").unwrap());
+        assert!(gpu < nic && nic < text.find("0000:00:07.0").unwrap(), "{text}");
+        assert_eq!(text.matches("0x060400").count(), 2);
     }
 
     #[test]

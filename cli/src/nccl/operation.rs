@@ -1,0 +1,213 @@
+//! What NCCL is asked to do: how many elements each rank gives and takes, and what must come out.
+
+use anyhow::ensure;
+
+use super::{sum, value};
+use crate::gpu::{Communicator, Gpu, Kind, Place};
+
+/// An operation of a communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+pub(crate) enum Operation {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    Broadcast,
+    Reduce,
+    /// To the next rank, from the one before
+    SendRecv,
+    /// Grouped sends and receives
+    AllToAll,
+}
+
+/// One rank's part in an operation on `count` elements, as nccl-tests counts them: those of the larger buffer.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Part {
+    operation: Operation,
+    rank: usize,
+    ranks: usize,
+    /// Elements for each rank where they are dealt out, else all.
+    chunk: usize,
+    /// Varies the data, and the root where there is one.
+    round: usize,
+}
+
+impl Operation {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::AllGather => "all_gather",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::SendRecv => "sendrecv",
+            Self::AllToAll => "alltoall",
+        }
+    }
+
+    /// The operation on elements that it has, as nccl-tests prints it.
+    pub(crate) fn reduction(self) -> &'static str {
+        match self {
+            Self::AllReduce | Self::ReduceScatter | Self::Reduce => "sum",
+            _ => "none",
+        }
+    }
+
+    /// Bytes over each link for one byte of the buffer, after nccl-tests.
+    #[expect(clippy::cast_precision_loss, reason = "a handful of ranks")]
+    pub(crate) fn bus_factor(self, ranks: usize) -> f64 {
+        let others = (ranks as f64 - 1.0) / ranks as f64;
+        match self {
+            Self::AllReduce => 2.0 * others,
+            Self::AllGather | Self::ReduceScatter | Self::AllToAll => others,
+            Self::Broadcast | Self::Reduce | Self::SendRecv => 1.0,
+        }
+    }
+
+    fn deals(self) -> bool {
+        matches!(self, Self::AllGather | Self::ReduceScatter | Self::AllToAll)
+    }
+
+    /// Elements of the larger buffer: at least one for each rank where they are dealt out.
+    pub(crate) fn elements(self, count: usize, ranks: usize) -> usize {
+        if self.deals() { (count / ranks).max(1) * ranks } else { count }
+    }
+}
+
+impl Part {
+    pub(crate) fn new(operation: Operation, count: usize, round: usize, rank: usize, ranks: usize) -> Self {
+        let all = operation.elements(count, ranks);
+        let chunk = if operation.deals() { all / ranks } else { all };
+        Self { operation, rank, ranks, chunk, round }
+    }
+
+    fn root(&self) -> usize {
+        self.round % self.ranks
+    }
+
+    /// Elements that this rank gives.
+    pub(crate) fn given(&self) -> usize {
+        match self.operation {
+            Operation::ReduceScatter | Operation::AllToAll => self.chunk * self.ranks,
+            _ => self.chunk,
+        }
+    }
+
+    /// Elements that this rank takes.
+    pub(crate) fn taken(&self) -> usize {
+        match self.operation {
+            Operation::AllGather | Operation::AllToAll => self.chunk * self.ranks,
+            _ => self.chunk,
+        }
+    }
+
+    /// Where in one buffer both lie, in elements: what is given, what is taken. None: it needs two.
+    pub(crate) fn in_place(&self) -> Option<(usize, usize)> {
+        match self.operation {
+            Operation::AllReduce | Operation::Broadcast | Operation::Reduce => Some((0, 0)),
+            Operation::AllGather => Some((self.rank * self.chunk, 0)),
+            Operation::ReduceScatter => Some((0, self.rank * self.chunk)),
+            Operation::SendRecv | Operation::AllToAll => None,
+        }
+    }
+
+    /// Element `i` of what this rank gives.
+    pub(crate) fn gives(&self, i: usize) -> i32 {
+        value(self.rank, i, self.round)
+    }
+
+    /// Element `i` of what this rank must take; None: what comes is not for it.
+    pub(crate) fn takes(&self, i: usize) -> Option<i32> {
+        let of = |rank, i| value(rank, i, self.round);
+        let summed = |i| sum(self.ranks, i, self.round);
+        match self.operation {
+            Operation::AllReduce => Some(summed(i)),
+            Operation::AllGather => Some(of(i / self.chunk, i % self.chunk)),
+            Operation::ReduceScatter => Some(summed(self.rank * self.chunk + i)),
+            Operation::Broadcast => Some(of(self.root(), i)),
+            Operation::Reduce => (self.rank == self.root()).then(|| summed(i)),
+            Operation::SendRecv => Some(of(self.before(), i)),
+            Operation::AllToAll => Some(of(i / self.chunk, self.rank * self.chunk + i % self.chunk)),
+        }
+    }
+
+    fn before(&self) -> usize {
+        (self.rank + self.ranks - 1) % self.ranks
+    }
+
+    /// Queues it.
+    pub(crate) fn queue(
+        &self,
+        comm: &Communicator<'_>,
+        gpu: &Gpu,
+        from: Place<'_>,
+        to: Place<'_>,
+        kind: Kind,
+    ) -> anyhow::Result<()> {
+        let (count, root) = (self.chunk, self.root());
+        ensure!(count > 0, "an operation without elements");
+        match self.operation {
+            Operation::AllReduce => comm.all_reduce(gpu, from, to, count, kind),
+            Operation::AllGather => comm.all_gather(gpu, from, to, count, self.ranks, kind),
+            Operation::ReduceScatter => comm.reduce_scatter(gpu, from, to, count, self.ranks, kind),
+            Operation::Broadcast => comm.broadcast(gpu, from, to, count, kind, root),
+            Operation::Reduce => comm.reduce(gpu, from, to, count, kind, root),
+            Operation::SendRecv => comm.group(|| {
+                comm.send(gpu, from, count, kind, (self.rank + 1) % self.ranks)?;
+                comm.recv(gpu, to, count, kind, self.before())
+            }),
+            Operation::AllToAll => comm.group(|| {
+                (0..self.ranks).try_for_each(|peer| {
+                    comm.send(gpu, from.skip(peer * count * 4), count, kind, peer)?;
+                    comm.recv(gpu, to.skip(peer * count * 4), count, kind, peer)
+                })
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::ValueEnum as _;
+
+    /// Plays an operation by its definition over what the ranks give.
+    fn played(operation: Operation, count: usize, ranks: usize, round: usize) {
+        let parts: Vec<_> = (0..ranks).map(|rank| Part::new(operation, count, round, rank, ranks)).collect();
+        let given: Vec<Vec<i32>> = parts.iter().map(|p| (0..p.given()).map(|i| p.gives(i)).collect()).collect();
+        let total: Vec<i32> = (0..given[0].len()).map(|i| given.iter().map(|g| g[i]).sum()).collect();
+        for (rank, part) in parts.iter().enumerate() {
+            let taken: Vec<Option<i32>> = (0..part.taken()).map(|i| part.takes(i)).collect();
+            let chunk = part.chunk;
+            let must: Vec<i32> = match operation {
+                Operation::AllReduce => total.clone(),
+                Operation::AllGather => given.concat(),
+                Operation::ReduceScatter => total[rank * chunk..][..chunk].to_vec(),
+                Operation::Broadcast => given[round % ranks].clone(),
+                Operation::Reduce if rank != round % ranks => {
+                    assert!(taken.iter().all(Option::is_none));
+                    continue;
+                }
+                Operation::Reduce => total.clone(),
+                Operation::SendRecv => given[(rank + ranks - 1) % ranks].clone(),
+                Operation::AllToAll => given.iter().flat_map(|g| g[rank * chunk..][..chunk].to_vec()).collect(),
+            };
+            assert_eq!(taken, must.into_iter().map(Some).collect::<Vec<_>>(), "{operation:?}, rank {rank}");
+            let larger = part.given().max(part.taken());
+            assert_eq!(larger, operation.elements(count, ranks));
+            if let Some((from, to)) = part.in_place() {
+                assert!(from + part.given() <= larger && to + part.taken() <= larger);
+            }
+        }
+    }
+
+    #[test]
+    fn what_must_come_out_follows_from_what_goes_in() {
+        for &operation in Operation::value_variants() {
+            for (count, ranks) in [(2, 4), (12, 3), (1000, 4)] {
+                for round in 0..3 {
+                    played(operation, count, ranks, round);
+                }
+            }
+        }
+    }
+}
