@@ -75,6 +75,9 @@ mod tests {
         caught("handle-overrun", "connect-retries", "wrote outside the 128 bytes of the handle");
         caught("leak-fd", "reconnect", "descriptors");
         caught("leak-fd", "reload", "descriptors");
+        caught("leak-mapping", "reconnect", "mapped files became");
+        caught("leak-mapping", "reload", "mapped files became");
+        caught("fork-tells-peer", "forks", "returned 6");
     }
 
     #[test]

@@ -5,8 +5,9 @@ use crate::events::{AsyncEvent, EventQueue};
 use crate::fabric::{Device, EngineKind, Fabric, GidKind, LinkLayer, PortState};
 use crate::faults::Faults;
 use crate::memory::Regions;
-use crate::qp::{Address, PortView};
+use crate::qp::{Address, Attr, PortView, State};
 use crate::registry;
+use crate::trace::Trace;
 use ibverbs_sys as ffi;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -52,6 +53,7 @@ pub(crate) struct Adapter {
     host: usize,
     pub(crate) regions: Regions,
     pub(crate) faults: Faults,
+    pub(crate) trace: Trace,
     /// By device and port.
     ports: Vec<Vec<Port>>,
     pinned: Vec<AtomicU64>,
@@ -95,6 +97,7 @@ impl Adapter {
             pinned: devices.iter().map(|_| AtomicU64::new(0)).collect(),
             regions: Regions::new(regions),
             faults,
+            trace: Trace::from_env(),
             open: Mutex::default(),
             running: Mutex::default(),
             fabric,
@@ -111,8 +114,18 @@ impl Adapter {
         self.host
     }
 
+    pub(crate) fn host_name(&self) -> &str {
+        self.fabric.hosts.get(self.host).map_or("", |host| &host.name)
+    }
+
     pub(crate) fn devices(&self) -> &[Device] {
         self.fabric.hosts.get(self.host).map_or(&[], |host| &host.devices)
+    }
+
+    /// After a change of a queue pair.
+    pub(crate) fn traced(&self, device: usize, qp: u32, state: State, attr: &Attr) {
+        let device = self.devices().get(device).map_or("", |device| &device.name);
+        self.trace.modified(self.host_name(), device, qp, state, attr);
     }
 
     pub(crate) fn is_threaded(&self) -> bool {

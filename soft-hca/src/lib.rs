@@ -2,7 +2,8 @@
 //!
 //! Reliable-connected queue pairs behind the verbs ABI, strict where hardware is strict. `verbs` is the border to C;
 //! `adapter` is what a process has; `qp`, `queue`, `memory`, `events` are the objects; `engine` and `rc` move data, over
-//! `link`, `registry`, `shm`, `tcp` and `wire` where the peer is another process. `null` moves it inside the posting call.
+//! `link`, `registry`, `shm`, `tcp` and `wire` where the peer is another process. `null` moves it inside the posting call. `trace`
+//! shows what queue pairs were told.
 //! `soft-hca-verbs` gives `verbs` the names and versions of `libibverbs.so.1`; `compat` is what it exports beside verbs(3).
 pub mod abi;
 mod adapter;
@@ -24,7 +25,9 @@ mod registry;
 mod shm;
 mod table;
 mod tcp;
+mod trace;
 pub mod verbs;
 mod wire;
 
 pub use adapter::{Control, install};
+pub use trace::TRACE_VAR;

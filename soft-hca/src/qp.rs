@@ -52,6 +52,16 @@ pub(crate) enum State {
 }
 
 impl State {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Reset => "RESET",
+            Self::Init => "INIT",
+            Self::Rtr => "RTR",
+            Self::Rts => "RTS",
+            Self::Err => "ERR",
+        }
+    }
+
     pub(crate) fn from_code(code: u32) -> Option<Self> {
         [Self::Reset, Self::Init, Self::Rtr, Self::Rts, Self::Err].into_iter().find(|&state| state as u32 == code)
     }

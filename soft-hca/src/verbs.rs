@@ -965,6 +965,7 @@ pub unsafe extern "C" fn modify_qp(qp: *mut ffi::ibv_qp, attr: *mut ffi::ibv_qp_
         context.await_readers();
         // SAFETY: the caller modifies a queue pair from one thread at a time, as with any provider.
         unsafe { (*qp).state = to as u32 };
+        context.adapter.traced(context.device, core.num, to, &next);
         if context.adapter.is_threaded() {
             core.bell.ring(core.index);
         }

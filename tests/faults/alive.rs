@@ -10,7 +10,7 @@ use crate::rig::{Helper, MAIN, Room, Setting, alone, host, roce, until};
 const LIMIT: Duration = Duration::from_millis(1000);
 const INTERVAL: Duration = Duration::from_millis(200);
 
-fn two_hosts() -> String {
+pub(crate) fn two_hosts() -> String {
     [("a", "soft_a", "10.0.0.1"), ("b", "soft_b", "10.0.0.2")]
         .map(|(h, dev, ip)| host(h, &[roce(dev, ip, "", "")]))
         .concat()
@@ -27,7 +27,7 @@ macro_rules! on {
 }
 
 /// Two connections of this process with the other one: one out, one in.
-fn connections(room: &Room, plugin: &Plugin) -> (Comm, Comm) {
+pub(crate) fn connections(room: &Room, plugin: &Plugin) -> (Comm, Comm) {
     let (own, other) = if room.role() == MAIN { ("to main", "to b") } else { ("to b", "to main") };
     let (listener, handle) = plugin.listen(0).unwrap();
     room.put(own, &handle);
@@ -43,7 +43,7 @@ fn connections(room: &Room, plugin: &Plugin) -> (Comm, Comm) {
 }
 
 /// Bytes to the other process and from it, which does the same.
-fn exchange(plugin: &Plugin, (send, recv): (Comm, Comm)) {
+pub(crate) fn exchange(plugin: &Plugin, (send, recv): (Comm, Comm)) {
     let (data, mut to) = (pattern(100_000), vec![0; 100_000]);
     let (from_mr, to_mr) = (plugin.reg_mr(send, &data).unwrap(), plugin.reg_mr(recv, &to).unwrap());
     let receive = until("irecv", || plugin.irecv(recv, &mut to, 0, to_mr).unwrap());

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::plugin::{Plugin, forget_lines, pattern};
+use crate::plugin::{Communicator, Plugin, forget_lines, pattern};
 use crate::rig::{Setting, alone, host, roce, until};
 
 /// What a process holds.
@@ -53,9 +53,43 @@ fn fifty_rounds_of_load_use_and_unload_leave_what_the_first_left() {
         for _ in 0..50 {
             let plugin = Plugin::load();
             plugin.init().unwrap();
-            let pair = plugin.pair(0, 1);
-            plugin.carry(pair, &data);
-            plugin.close(pair);
+            let (there, back) = (plugin.pair(0, 1), plugin.pair(1, 0));
+            plugin.carry(there, &data);
+            plugin.carry(back, &data);
+            plugin.close(there);
+            plugin.close(back);
+            plugin.unload();
+            forget_lines();
+            first.get_or_insert_with(settled);
+        }
+        as_before(first.unwrap());
+    });
+}
+
+/// Two communicators a round, the second of which starts before the first has ended.
+#[test]
+fn fifty_rounds_of_version_12_leave_what_the_first_left() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let data = pattern(1 << 20);
+        let mut first = None;
+        for round in 0..50 {
+            let plugin = Plugin::load();
+            let open = |id| {
+                let communicator = Communicator::open(&plugin, id, -1);
+                let pairs = [(0, 1), (1, 0)].map(|(from, to)| communicator.set_up(from, to).comms());
+                (communicator, pairs)
+            };
+            let end = |(communicator, pairs): (Communicator<'_>, [_; 2])| {
+                for pair in pairs {
+                    plugin.carry(pair, &data);
+                    plugin.close(pair);
+                }
+                communicator.finalize();
+            };
+            let early = open(2 * round);
+            let late = open(2 * round + 1);
+            end(early);
+            end(late);
             plugin.unload();
             forget_lines();
             first.get_or_insert_with(settled);

@@ -12,9 +12,13 @@ mod gpu;
 #[cfg(test)]
 mod leaks;
 #[cfg(test)]
+mod lifecycle;
+#[cfg(test)]
 mod plugin;
 #[cfg(test)]
 mod rig;
+#[cfg(test)]
+mod service;
 #[cfg(test)]
 mod setup;
 #[cfg(test)]

@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use nccl_net_rdma::abi::types::{
-    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNetProperties_v8_t, ncclResult_t,
+    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v12_t, ncclNetCommConfig_v12_t, ncclNetProperties_v8_t,
+    ncclResult_t,
 };
 
 use crate::rig::{PATIENCE, dist, until};
@@ -40,6 +41,13 @@ unsafe extern "C" fn log(
     let text = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
     println!("[{}] {text}", level.0);
     LINES.lock().unwrap().push((level, text));
+}
+
+/// What NCCL passes to init.
+pub(crate) fn logger() -> ncclDebugLogger_t {
+    type Fixed = unsafe extern "C" fn(ncclDebugLogLevel, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
+    // SAFETY: see `log`.
+    unsafe { std::mem::transmute::<Fixed, ncclDebugLogger_t>(log) }
 }
 
 /// The warnings so far.
@@ -83,7 +91,7 @@ pub(crate) fn dlopen(path: &Path) -> *mut c_void {
     library
 }
 
-fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
+pub(crate) fn ok(code: ncclResult_t) -> Result<(), ncclResult_t> {
     if code == ncclResult_t::ncclSuccess { Ok(()) } else { Err(code) }
 }
 
@@ -101,6 +109,18 @@ pub(crate) struct Properties {
 pub(crate) struct Plugin {
     library: *mut c_void,
     table: ncclNet_v8_t,
+}
+
+// SAFETY: a handle and a table of constants; NCCL calls the functions from several threads.
+unsafe impl Sync for Plugin {}
+
+/// A table that the library exports; `T` is its type.
+fn table<T: Copy>(library: *mut c_void, symbol: &CStr) -> T {
+    // SAFETY: a live library and a C string.
+    let found = unsafe { libc::dlsym(library, symbol.as_ptr()) };
+    assert!(!found.is_null(), "no {symbol:?}");
+    // SAFETY: the caller names symbol and type as NCCL does.
+    unsafe { ptr::read(found.cast::<T>()) }
 }
 
 /// How one end of a set-up came out.
@@ -128,12 +148,12 @@ impl SetUp {
 impl Plugin {
     pub(crate) fn load() -> Self {
         let library = dlopen(&dist("lib/libnccl-net-rdma.so"));
-        // SAFETY: a live library and a C string.
-        let symbol = unsafe { libc::dlsym(library, c"ncclNetPlugin_v8".as_ptr()) };
-        assert!(!symbol.is_null());
-        // SAFETY: the symbol is a table of version 8.
-        let table = unsafe { ptr::read(symbol.cast::<ncclNet_v8_t>()) };
-        Self { library, table }
+        Self { library, table: table(library, c"ncclNetPlugin_v8") }
+    }
+
+    /// The table of another version; comms of all versions are the same.
+    pub(crate) fn table<T: Copy>(&self, symbol: &CStr) -> T {
+        table(self.library, symbol)
     }
 
     /// Loads and starts it; the test can't do without.
@@ -150,12 +170,8 @@ impl Plugin {
     }
 
     pub(crate) fn init(&self) -> Result<(), ncclResult_t> {
-        type Fixed =
-            unsafe extern "C" fn(ncclDebugLogLevel, c_ulong, *const c_char, c_int, *const c_char, *const c_char);
-        // SAFETY: see `log`.
-        let logger = unsafe { std::mem::transmute::<Fixed, ncclDebugLogger_t>(log) };
         // SAFETY: a logger that lives for ever.
-        ok(unsafe { self.table.init.unwrap()(logger) })
+        ok(unsafe { self.table.init.unwrap()(logger()) })
     }
 
     pub(crate) fn devices(&self) -> c_int {
@@ -219,14 +235,23 @@ impl Plugin {
 
     /// Calls connect and accept in turn until both have a result, or one has and the other is left waiting for `patience`.
     pub(crate) fn set_up(&self, from: c_int, to: c_int, patience: Duration) -> SetUp {
-        let (listener, mut handle) = self.listen(to).unwrap();
+        self.set_up_by(self.listen(to).unwrap(), patience, |handle| self.connect(from, handle))
+    }
+
+    /// The same with another version's listener and connect.
+    pub(crate) fn set_up_by(
+        &self,
+        (listener, mut handle): (Comm, Handle),
+        patience: Duration,
+        mut connect: impl FnMut(&mut Handle) -> Result<Option<Comm>, ncclResult_t>,
+    ) -> SetUp {
         let mut up = SetUp { connect: None, accept: None, slowest_call: Duration::ZERO };
         let start = Instant::now();
         let mut one_done = None;
         loop {
             let before = Instant::now();
             if up.connect.is_none() {
-                up.connect = self.connect(from, &mut handle).transpose();
+                up.connect = connect(&mut handle).transpose();
                 up.slowest_call = up.slowest_call.max(before.elapsed());
             }
             let before = Instant::now();
@@ -390,6 +415,49 @@ impl Plugin {
     pub(crate) fn close(&self, (send, recv): (Comm, Comm)) {
         self.close_send(send);
         self.close_recv(recv);
+    }
+}
+
+/// A communicator of version 12: it has a context, in which it listens and connects. What its comms do is the same in all
+/// versions.
+#[derive(Debug)]
+pub(crate) struct Communicator<'a> {
+    plugin: &'a Plugin,
+    table: ncclNet_v12_t,
+    context: Comm,
+}
+
+impl<'a> Communicator<'a> {
+    pub(crate) fn open(plugin: &'a Plugin, id: u64, class: c_int) -> Self {
+        let table: ncclNet_v12_t = plugin.table(c"ncclNetPlugin_v12");
+        let mut config = ncclNetCommConfig_v12_t { trafficClass: class };
+        let mut context = ptr::null_mut();
+        // SAFETY: a pointer to write, a configuration, a logger that lives for ever, no profiler.
+        ok(unsafe { table.init.unwrap()(&raw mut context, id, &raw mut config, logger(), None) }).unwrap();
+        assert!(!context.is_null());
+        // NCCL's own is on its stack.
+        config.trafficClass = c_int::MIN;
+        std::hint::black_box(config);
+        Self { plugin, table, context }
+    }
+
+    pub(crate) fn set_up(&self, from: c_int, to: c_int) -> SetUp {
+        let (mut handle, mut listener) = ([0u8; 128], ptr::null_mut());
+        let at = handle.as_mut_ptr().cast();
+        // SAFETY: an open context, 128 bytes and one pointer to write.
+        ok(unsafe { self.table.listen.unwrap()(self.context, to, at, &raw mut listener) }).unwrap();
+        self.plugin.set_up_by((listener, handle), PATIENCE, |handle| {
+            let (mut comm, mut device) = (ptr::null_mut(), ptr::null_mut());
+            let (connect, handle) = (self.table.connect.unwrap(), handle.as_mut_ptr().cast());
+            // SAFETY: an open context, the handle and two pointers to write.
+            ok(unsafe { connect(self.context, from, handle, &raw mut comm, &raw mut device) })?;
+            Ok((!comm.is_null()).then_some(comm))
+        })
+    }
+
+    pub(crate) fn finalize(self) {
+        // SAFETY: an open context, not used afterwards.
+        ok(unsafe { self.table.finalize.unwrap()(self.context) }).unwrap();
     }
 }
 

@@ -92,6 +92,7 @@ impl Room {
             .env(ROLE_VAR, role)
             .env(DIR_VAR, &self.dir)
             .env("SOFT_HCA_REGISTRY", self.path("registry"))
+            .env("SOFT_HCA_TRACE", self.path("trace"))
             .env("NCCL_IBVERBS_LIB", dist("soft-hca/libibverbs.so.1"))
             .env("NCCL_SOCKET_IFNAME", "lo")
             .env("NCCL_DEBUG", "INFO")
@@ -206,6 +207,14 @@ gids = [
 ]
 "#,
         name_hash = ip.bytes().fold(1u16, |h, b| h.wrapping_mul(31).wrapping_add(u16::from(b))),
+    )
+}
+
+/// A device with one port on InfiniBand.
+pub(crate) fn infiniband(name: &str, lid: u16, pkeys: &str) -> String {
+    format!(
+        "[[host.device]]\nname = \"{name}\"\n[[host.device.port]]\nlink_layer = \"InfiniBand\"\nlid = {lid}\nsm_lid = 9\n\
+         pkeys = {pkeys}\ngids = [{{ index = 0, gid = \"fe80::{lid}\", type = \"IB\" }}]\n"
     )
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::plugin::{Plugin, SetUp, forget_lines, infos, pattern, warnings, warnings_with};
-use crate::rig::{MAIN, PATIENCE, Setting, alone, host, roce, until};
+use crate::rig::{MAIN, PATIENCE, Setting, alone, host, infiniband, roce, until};
 
 /// Two devices in one subnet: this process is both ends.
 fn two() -> String {
@@ -264,13 +264,6 @@ fn refused(from: &str, to: &str, parts: &[&str]) {
     for part in parts {
         assert!(told.iter().all(|w| w.contains(part)), "{part} is missing: {told:#?}");
     }
-}
-
-fn infiniband(name: &str, lid: u16, pkeys: &str) -> String {
-    format!(
-        "[[host.device]]\nname = \"{name}\"\n[[host.device.port]]\nlink_layer = \"InfiniBand\"\nlid = {lid}\nsm_lid = 9\n\
-         pkeys = {pkeys}\ngids = [{{ index = 0, gid = \"fe80::{lid}\", type = \"IB\" }}]\n"
-    )
 }
 
 #[test]

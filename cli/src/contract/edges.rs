@@ -1,6 +1,7 @@
 //! The cases at the edges: objects that are never used, closed early, closed twice or closed in the middle, peers that
 //! give up or die. Whatever happens, no call waits for a peer, and a rank whose peer has gone hears of it in time.
 
+use std::ffi::c_int;
 use std::fs;
 use std::thread::{sleep, yield_now};
 use std::time::{Duration, Instant};
@@ -39,11 +40,17 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("close-idle", "a peer that closes while nothing is in flight is no error", Two, close_idle),
         Case::new(
             "reconnect",
-            "connect, send, close, again and again: no descriptor or thread is left",
+            "connect, send, close, again and again: no descriptor, thread or mapping is left",
             Two,
             reconnect,
         ),
-        Case::new("reload", "load, use, unload, again and again: no descriptor or thread is left", One, reload),
+        Case::new(
+            "reload",
+            "load, use, unload, again and again: no descriptor, thread or mapping is left",
+            One,
+            reload,
+        ),
+        Case::new("forks", "children of fork come and go while data flow, as data loaders do", Two, forks),
         Case::new(
             "listener-gone",
             "closeListen before the peer connects: connect or the first send says so",
@@ -193,9 +200,16 @@ fn count(directory: &str) -> anyhow::Result<usize> {
     Ok(fs::read_dir(directory).with_context(|| directory.to_owned())?.count())
 }
 
-/// Descriptors and threads of this process.
-fn possessions() -> anyhow::Result<(usize, usize)> {
-    Ok((count("/proc/self/fd")?, count("/proc/self/task")?))
+/// Files that are mapped. Memory without a file is not counted: this command's own buffers stay, and the allocator joins
+/// and splits its own as it likes.
+fn mapped_files() -> anyhow::Result<usize> {
+    let maps = "/proc/self/maps";
+    Ok(fs::read_to_string(maps).context(maps)?.lines().filter(|line| line.contains(" /")).count())
+}
+
+/// Descriptors, threads and mapped files of this process.
+fn possessions() -> anyhow::Result<[usize; 3]> {
+    Ok([count("/proc/self/fd")?, count("/proc/self/task")?, mapped_files()?])
 }
 
 /// Plays rounds; after the fourth, which may set up what stays, none may leave anything behind.
@@ -208,11 +222,14 @@ fn without_leak(rounds: usize, mut round: impl FnMut() -> anyhow::Result<()>) ->
     let patience = Instant::now() + Duration::from_secs(2);
     loop {
         let now = possessions()?;
-        if now.0 <= before.0 && now.1 <= before.1 {
+        if now.iter().zip(before).all(|(&now, before)| now <= before) {
             return Ok(());
         }
-        let ((d0, t0), (d, t)) = (before, now);
-        ensure!(Instant::now() < patience, "{rounds} rounds: {d0} descriptors became {d}, {t0} threads became {t}");
+        let ([d0, t0, m0], [d, t, m]) = (before, now);
+        ensure!(
+            Instant::now() < patience,
+            "{rounds} rounds: {d0} descriptors became {d}, {t0} threads became {t}, {m0} mapped files became {m}"
+        );
         sleep(Duration::from_millis(20));
     }
 }
@@ -230,8 +247,54 @@ fn reload(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         let plugin = Plugin::load(&rank.options.plugin, rank.options.abi)?;
         plugin.init()?;
         ensure!(plugin.devices()? > rank.options.dev, "the device has gone");
-        loopback(rank, &plugin, &[4096, 0])
+        loopback(rank, &plugin, &[1 << 20, 4096, 0])
     })
+}
+
+/// A child that lives for a moment and ends by `end`; the exit status it should have is 0.
+fn fork(end: unsafe extern "C" fn(c_int) -> !) -> anyhow::Result<libc::pid_t> {
+    // SAFETY: the child only sleeps and ends.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        // SAFETY: takes and returns integers.
+        unsafe { libc::usleep(20_000) };
+        // SAFETY: ends the child.
+        unsafe { end(0) };
+    }
+    ensure!(pid > 0, "fork failed: {}", std::io::Error::last_os_error());
+    Ok(pid)
+}
+
+fn forks(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    // At once, or with all that libraries have put down to be done at the end.
+    const ENDS: [unsafe extern "C" fn(c_int) -> !; 2] = [libc::_exit, libc::exit];
+    let flow = Flow::plain(&[4096, 1 << 20, 0, 65537, 8, 1 << 20], 0);
+    let (mut out, mut inn) = rank.both_ways()?;
+    for round in 0..rank.rounds(8) {
+        if rank.rank == 1 {
+            rank.exchange(&mut out, &mut inn, &flow, Manner::default())?;
+            continue;
+        }
+        let (to, from) = (out.first_mut().context("no connection")?, inn.first_mut().context("no connection")?);
+        let mut receiving = RecvRun::new(rank.plugin, from, &flow, Manner::default())?;
+        receiving.post()?;
+        let mut sending = SendRun::new(rank.plugin, to, &flow, Manner::default())?;
+        start(&mut sending, rank.deadline)?;
+        let child = fork(ENDS[round % ENDS.len()])?;
+        while !(sending.done() && receiving.done()) {
+            receiving.step()?;
+            sending.step()?;
+            ensure!(Instant::now() < rank.deadline, "after a fork the data flow no more");
+            yield_now();
+        }
+        let mut status = 0;
+        // SAFETY: an int of ours to write.
+        let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+        ensure!((waited, status) == (child, 0), "the child ended with wait status {status}");
+        sending.check()?;
+        receiving.check()?;
+    }
+    rank.close(out, inn)
 }
 
 /// The comm that connect gives, or the error; NULL for ever is a failure.
