@@ -13,6 +13,7 @@ mod events;
 mod gpu;
 mod hello;
 mod listen;
+mod stall;
 #[cfg(test)]
 mod tests;
 

@@ -18,4 +18,6 @@ mod rig;
 #[cfg(test)]
 mod setup;
 #[cfg(test)]
+mod stall;
+#[cfg(test)]
 mod verbs;

@@ -59,7 +59,9 @@ ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
     row "8 MiB, groups of 1 and 8" 10.77. 9000 1     ""       $(only large-groups)
     row "IPv6"                     fd77:  9000 1     $ip6     $quick $(only sizes two-ways groups-8)
     row "MTU 1024 at one end"      10.77. 1500 1     ""       $quick $(only sizes two-ways groups-8)
-    row "two rails, all cases"     10.77. 9000 2     $both    $quick
+    # The cases that a second rail makes another thing of.
+    row "two rails"                10.77. 9000 2     $both    $quick $(only sizes large tags groups-8 two-ways iflush \
+        many-connections random mr-while-sending connect-while-sending abort-sends abort-receives dies-sending)
     row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(only sizes two-ways groups-8)
 }
 [[ $RANK != 0 ]] || printf '\nSoft-RoCE, data: %s rows passed in %s s\n' "$rows" "$SECONDS"
