@@ -197,9 +197,9 @@ struct DemoArgs {
     /// Let a software adapter see all processes as one host
     #[arg(long)]
     same_host: bool,
-    /// Connect anew for each size
-    #[arg(long)]
-    anew: bool,
+    /// Connect anew for each size, after so many seconds of rest
+    #[arg(long, value_name = "S")]
+    anew: Option<u64>,
     /// Print each rank's log lines of the plugin and how it ended
     #[arg(long, short)]
     verbose: bool,

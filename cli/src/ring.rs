@@ -25,8 +25,8 @@ pub(crate) struct Job {
     pub(crate) dev: i32,
     pub(crate) sizes: Vec<usize>,
     pub(crate) iters: usize,
-    /// New connections for each size.
-    pub(crate) anew: bool,
+    /// New connections for each size, after so many seconds of rest.
+    pub(crate) anew: Option<u64>,
 }
 
 /// What ranks report.
@@ -112,8 +112,9 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
         speed_mbps: properties.speed_mbps,
     })?;
     for (round, &bytes) in job.sizes.iter().enumerate() {
-        if job.anew && round > 0 {
+        if let Some(rest) = job.anew.filter(|_| round > 0) {
             mail.barrier(Instant::now() + Duration::from_secs(60))?;
+            std::thread::sleep(Duration::from_secs(rest));
             std::mem::replace(&mut ring, connect(mail)?).close()?;
         }
         let count = bytes / 4;

@@ -29,6 +29,15 @@ later() {
     eval "$1"
 }
 
+# Waits until the rails rest, as between two sizes.
+rest() {
+    local at=
+    until [[ $at == $(packets) ]]; do
+        at=$(packets)
+        sleep 2
+    done
+}
+
 # The rank of this machine dies at once; starting programs to find it would take longer than the job.
 die() {
     local process first second
@@ -42,9 +51,10 @@ die() {
 # ends ill, soon after the cause: half a second of retries, and the command gives the other process 3 s to hear of it.
 soon=15
 rows=0
-row() { # name, well or ill or either, words in the first host's log and in the second's (-: it is cut off), settings, breaker, how
+address=10.77.0.$((RANK + 1))/24
+row() { # name, well or ill or either, words of the first host's log, of the second's (-: it is cut off), settings, breaker, how
     [[ $1 == *"$only"* ]] || return 0
-    local name=$1 end=$2 words=("$3" "$4") settings start=$SECONDS status=0 said breaker= took rank
+    local name=$1 end=$2 words=("$3" "$4") settings start=$SECONDS status=0 said breaker= took rank word
     read -ra settings <<<"$5"
     vm barrier "row $name"
     [[ $RANK != "$6" ]] || { later "$7" & breaker=$!; }
@@ -54,14 +64,16 @@ row() { # name, well or ill or either, words in the first host's log and in the 
     else
         printf '\n==== %s: %s\n' "$name" "${settings[*]}"
         said=$(env "${settings[@]}" timeout 180 "$nccl_rdma" demo --plugin "$plugin" --meet 0.0.0.0:7000 --ranks 2 \
-            --min 1M --max "${most:-1M}" --iters "${iters:-40}" --anew --verbose 2>&1) || status=$?
+            --min 1M --max "${most:-1M}" --iters 40 --anew 8 --verbose 2>&1) || status=$?
         took=$(($(date +%s) - $(cat /run/vm/broken)))
         [[ $end != well ]] || ((status == 0)) || fail "the job has failed" "$said"
         [[ $end != ill ]] || ((status != 0)) || fail "the job has ended well" "$said"
         ((status != 124)) || fail "the job hangs" "$said"
         for rank in 0 1; do
             [[ ${words[rank]} != - ]] || continue
-            grep -m1 -E "^rank $rank: .*(${words[rank]})" <<<"$said" || fail "no word of ${words[rank]} at r$rank" "$said"
+            while read -r word; do
+                grep -m1 -E "^rank $rank: .*($word)" <<<"$said" || fail "no word of $word at r$rank" "$said"
+            done < <(tr '&' '\n' <<<"${words[rank]}")
         done
         [[ $end != ill ]] || ((took <= soon)) || fail "it took $took s to end" "$said"
     fi
@@ -69,6 +81,8 @@ row() { # name, well or ill or either, words in the first host's log and in the 
     # As it was, for the next row.
     tc qdisc del dev eth0 root 2>/dev/null || true
     vm link "$RANK" 0 on
+    ip addr del 10.77.0.12/24 dev eth0 2>/dev/null || true
+    ip addr show dev eth0 | grep -q "$address" || ip addr add "$address" dev eth0
     [[ $name == *killed* ]] || vm barrier "row $name over"
     rows=$((rows + 1))
     [[ $RANK != 0 ]] || echo "$name: ended $end (status $status) $took s after it was broken; $((SECONDS - start)) s in all"
@@ -85,11 +99,13 @@ hole="tc qdisc replace dev mgmt root netem loss 100%"
 mend="tc qdisc del dev mgmt root"
 flap="vm link 1 0 off; sleep 1; vm link 1 0 on"
 gone="ip addr del 10.77.0.2/24 dev eth0"
-moved="ip addr add 10.77.0.12/24 dev eth0; $gone"
+moved="rest; $gone; ip addr add 10.77.0.12/24 dev eth0"
 well="ended well"
 lost=RETRY_EXC_ERR
 flapped="lost its link"
 stalled="no progress to peer"
+changed="GID table changed"
+refused=LOC_QP_OP_ERR
 
 #   name                           ends words: first, second   settings         who breaks what
 row "nothing breaks"               well "$well"  "$well"       "$patient"       0 ":"
@@ -99,9 +115,9 @@ row "flap of one rail of two"      well "$well"  "$flapped"    "$patient $both" 
 row "cut at the second host"       ill  "$lost"  "$lost"       "$swift"         1 "vm link 1 0 off"
 row "cut at the first host"        ill  "$lost"  "$lost"       "$swift"         0 "vm link 0 0 off"
 row "one rail of two cut"          ill  "$lost"  "$lost"       "$swift $both"   1 "vm link 1 0 off"
-# An address goes, and the GID with it, under a connection that uses it.
-row "address lost" either "." "." "$swift" 1 "$gone; sleep 20; ip addr add 10.77.0.2/24 dev eth0"
-most=2M row "address changes" either "." "." "$patient" 1 "$moved"
+# An address goes, and with it the GID, under connections that use it: the kernel ends them. Those made later take the new one.
+row "address removed"              ill  "$refused" "$changed&$refused" "$patient" 1 "$gone"
+most=2M row "another address"      well "$well&-> .*GID 10.77.0.12" "$well&$changed&GID 10.77.0.12 ->" "$patient" 1 "$moved"
 # With NCCL's own defaults rxe retries for ever. Where TCP goes on, the watch over progress has to notice, and where that
 # is cut, too, the keep-alive.
 row "only the rails cut"           ill  "$stalled" "$stalled"  "$defaults $watch" 1 "vm link 1 0 off"
