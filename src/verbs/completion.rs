@@ -77,10 +77,6 @@ impl Failure {
     pub fn name(&self) -> &'static str {
         use ib::ibv_wc_status as s;
         match self.status {
-            s::IBV_WC_LOC_QP_OP_ERR => {
-                "the local NIC could not carry out the request: with RoCE see whether its interface is up and still has the \
-                 address of the GID above"
-            }
             s::IBV_WC_LOC_LEN_ERR => "LOC_LEN_ERR",
             s::IBV_WC_LOC_QP_OP_ERR => "LOC_QP_OP_ERR",
             s::IBV_WC_LOC_PROT_ERR => "LOC_PROT_ERR",
@@ -124,6 +120,10 @@ impl Failure {
             }
             s::IBV_WC_REM_OP_ERR => {
                 "the peer's NIC could not carry out the request: with GPU memory look at ACS and the IOMMU of the peer host"
+            }
+            s::IBV_WC_LOC_QP_OP_ERR => {
+                "the local NIC could not carry out the request: with RoCE see whether its interface is up and still has the \
+                 address of the GID above"
             }
             s::IBV_WC_LOC_LEN_ERR => "a message was longer than the port allows, or the path MTUs of both ends differ",
             s::IBV_WC_WR_FLUSH_ERR => {
