@@ -1,7 +1,7 @@
 #!/bin/bash
 # What becomes of a job between two hosts when something breaks, over the kernel's Soft-RoCE. Runs on both machines of ci/vm, once
 # for each row of the table at the end; needs dist/. TCP goes by a network of its own, which one row cuts, too.
-#   faults.sh [WORDS]   only the rows with these words in their name
+#   faults.sh [REGEX]   only the rows whose name it matches
 set -euo pipefail
 plugin=$PWD/dist/lib/libnccl-net-rdma.so
 nccl_rdma=$PWD/dist/bin/nccl-rdma
@@ -53,7 +53,7 @@ soon=15
 rows=0
 address=10.77.0.$((RANK + 1))/24
 row() { # name, well or ill or either, words of the first host's log, of the second's (-: it is cut off), settings, breaker, how
-    [[ $1 == *"$only"* ]] || return 0
+    [[ $1 =~ $only ]] || return 0
     local name=$1 end=$2 words=("$3" "$4") settings start=$SECONDS status=0 said breaker= took rank word
     read -ra settings <<<"$5"
     [[ $RANK != 0 ]] || rm -f /run/vm/broken
@@ -84,7 +84,7 @@ row() { # name, well or ill or either, words of the first host's log, of the sec
     tc qdisc del dev eth0 root 2>/dev/null || true
     vm link "$RANK" 0 on
     ip addr del 10.77.0.12/24 dev eth0 2>/dev/null || true
-    ip addr show dev eth0 | grep -q "$address" || ip addr add "$address" dev eth0
+    [[ $(ip addr show dev eth0) == *"$address"* ]] || ip addr add "$address" dev eth0
     [[ $name == *killed* ]] || vm barrier "row $name over"
     rows=$((rows + 1))
     [[ $RANK != 0 ]] || echo "$name: ended $end (status $status) $took s after it was broken; $((SECONDS - start)) s in all"
@@ -123,7 +123,8 @@ most=2M row "another address"      well "$well&-> .*GID 10.77.0.12" "$well&$chan
 # With NCCL's own defaults rxe retries for ever. Where TCP goes on, the watch over progress has to notice, and where that
 # is cut, too, the keep-alive.
 row "only the rails cut"           ill  "$stalled" "$stalled"  "$defaults $watch" 1 "vm link 1 0 off"
-row "all networks cut"             ill  "silent for" -         "$defaults $alive" 1 "$hole; vm link 1 0 off; sleep 14; $mend"
+# The command itself hears of the second host's end only when TCP is back.
+soon=25 row "all networks cut"     ill  "silent for" -         "$defaults $alive" 1 "$hole; vm link 1 0 off; sleep 14; $mend"
 row "second process dies"          ill  "is gone"  -           "$defaults"      1 "die"
 # What the first machine has on its way just then decides, but it must not wait for ever.
 row "second stands still for 8 s"  either "$well|$lost" "$well|$lost" "$swift"  0 "vm after 8 cont 1; vm stop 1"
