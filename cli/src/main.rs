@@ -230,7 +230,7 @@ struct PerfArgs {
     /// Rounds, after one to warm up
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..))]
     rounds: u8,
-    /// Bytes to stream in a round, at least 8 messages
+    /// Bytes to stream in a round, at least 4 messages and at most 2000
     #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
     volume: usize,
     /// Index of the device to use

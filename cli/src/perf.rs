@@ -94,7 +94,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let recv_memory = plugin.reg_mr(pipe.recv, &incoming, 0..incoming.len())?;
     for &bytes in &job.sizes {
         let fit = job.volume / bytes.max(1);
-        let (pings, burst) = (u32::try_from((fit / 4).clamp(1, 200))?, fit.clamp(8, 2000));
+        let (pings, burst) = (u32::try_from((fit / 4).clamp(1, 200))?, fit.clamp(4, 2000));
         let ranges = vec![0..bytes; burst];
         let sends = |n: usize| Some(Batch { buffer: &outgoing, memory: send_memory, ranges: &ranges[..n] });
         let recvs = |n: usize| Some(Batch { buffer: &incoming, memory: recv_memory, ranges: &ranges[..n] });

@@ -33,7 +33,7 @@ driven() { # name of the plugin, its path
         "$nccl_rdma" join r0:7000
         return
     fi
-    "$nccl_rdma" perf --plugin "$2" --meet 0.0.0.0:7000 --rounds 1 --volume 16M --sizes "8,$(IFS=,; echo "${sizes[*]}")" |
+    "$nccl_rdma" perf --plugin "$2" --meet 0.0.0.0:7000 --rounds 1 --volume 8M --sizes "8,$(IFS=,; echo "${sizes[*]}")" |
         awk -v name="$1" '$1 == 8 { print "latency", $1, name, $2 } $1 > 8 && $1 + 0 == $1 { print "bandwidth", $1, name, $4 * 8 }' |
         tee -a "$results"
 }
@@ -42,10 +42,11 @@ turns=0
 for ((round = 0; round < rounds; round++)); do
     for plugin in "${plugins[@]}"; do driven "${plugin%%=*}" "${plugin#*=}"; done
     # Means: half a round trip in us, Gb/s.
-    perftest latency 8 6 ib_send_lat -n 400
+    perftest latency 8 6 ib_send_lat -n 200
     for size in "${sizes[@]}"; do
-        count=$((16777216 / size))
-        perftest bandwidth "$size" 4 ib_write_bw --report_gbits -n $((count < 8 ? 8 : count))
+        # perftest wants at least 5.
+        count=$((8388608 / size))
+        perftest bandwidth "$size" 4 ib_write_bw --report_gbits -n $((count < 5 ? 5 : count))
     done
 done
 vm barrier over
