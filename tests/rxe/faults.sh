@@ -126,7 +126,8 @@ row "only the rails cut"           ill  "$stalled" "$stalled"  "$defaults $watch
 # The command itself hears of the second host's end only when TCP is back.
 soon=25 row "all networks cut"     ill  "silent for" -         "$defaults $alive" 1 "$hole; vm link 1 0 off; sleep 14; $mend"
 row "second process dies"          ill  "is gone"  -           "$defaults"      1 "die"
-# What the first machine has on its way just then decides, but it must not wait for ever.
-row "second stands still for 8 s"  either "$well|$lost" "$well|$lost" "$swift"  0 "vm after 8 cont 1; vm stop 1"
+# What the first machine has on its way just then decides, but it must not wait for ever. When it fails, the command ends the second
+# process, which cannot say a word.
+row "second stands still for 8 s"  either "$well|$lost" "$well|$lost|stopped, since rank 0" "$swift" 0 "vm after 8 cont 1; vm stop 1"
 row "second machine killed"        ill  "$lost|silent for" -   "$swift $alive"  0 "vm kill 1"
 [[ $RANK != 0 ]] || printf '\nSoft-RoCE, faults: %s rows passed in %s s\n' "$rows" "$SECONDS"
