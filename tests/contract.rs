@@ -77,6 +77,37 @@ mod tests {
         println!("{name}: {}", text.lines().last().unwrap_or(""));
     }
 
+    /// The same with ports whose messages have at most so many bytes.
+    fn short(fabric: &str, max_msg_sz: &[u32]) -> String {
+        let mut sizes = max_msg_sz.iter().cycle();
+        let line = |line: &str| match line.starts_with("node_guid") {
+            true => format!("{line}\nmax_msg_sz = {}\n", sizes.next().expect("a cycle")),
+            false => format!("{line}\n"),
+        };
+        fabric.lines().map(line).collect()
+    }
+
+    /// Most messages are several writes, with NICs that refuse longer ones.
+    #[test]
+    fn a_port_with_short_messages() {
+        play("short messages", Some(short(&fabric(8, 1, "Ethernet"), &[256 << 10])), &[], &["--procs", "2", "--quick"]);
+    }
+
+    /// The agreed largest write is that of the least port of either end.
+    #[test]
+    fn two_rails_with_short_messages() {
+        let settings = [("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"), ("NCCL_NET_RDMA_SPLIT_THRESHOLD", "512")];
+        let fabric = short(&fabric(8, 2, "Ethernet"), &[1 << 20, 300_001, 1 << 30, 512 << 10]);
+        play("short messages, two rails", Some(fabric), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    /// As with Soft-RoCE, whose messages have at most 8 MiB: what NCCL may send through ABI v8 fits.
+    #[test]
+    fn a_gib_in_short_messages() {
+        let fabric = short(&fabric(8, 1, "Ethernet"), &[8 << 20]);
+        play("1 GiB", Some(fabric), &[], &["--abi", "v8", "--only", "sizes", "--sizes", "1G"]);
+    }
+
     /// Everything, every size, with the defaults of a machine without a fabric file.
     #[test]
     fn one_rail_one_qp() {

@@ -16,7 +16,7 @@ use crate::verbs::{Access, Mr};
 use super::alert::Alert;
 use super::comm::{Base, Comm, SendComm};
 use super::device::{Device, Port};
-use super::endpoint::{Draft, Role, SEND_QUEUE};
+use super::endpoint::{Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::{Code, NetError, control};
@@ -137,6 +137,7 @@ impl Connecting {
                             who: ourselves(),
                             class: side.draft.class(),
                             ring_address: side.ring.1.address(),
+                            max_write: 0,
                             rails: side.draft.describe(&rkeys),
                             pairs: Vec::new(),
                         };
@@ -249,6 +250,10 @@ fn agree(mut side: Side, answer: &Hello) -> Result<Side, String> {
         return Err("the answer's rails differ in their QPs".to_owned());
     }
     side.draft.keep(&own, qps);
+    let largest = max_write(&side.draft.ports(), &answer.rails);
+    if answer.max_write != largest || largest == 0 {
+        return Err(format!("the answer says writes of {} bytes where the ports take {largest}", answer.max_write));
+    }
     // The ring's keys follow the rails; those of rails that stay unused are given up.
     let mut keys: Vec<Option<Mr>> = side.ring.0.drain(..).map(Some).collect();
     side.ring.0 = own.iter().filter_map(|&i| keys[i].take()).collect();
@@ -308,12 +313,6 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
     let qps = Arc::new(draft.finish(|_| None)?);
     let alert = Arc::new(Alert::default());
     announce("sending", &device, &qps, &ports, answer, &routes);
-    let max_msg = ports
-        .iter()
-        .zip(&answer.rails)
-        .map(|(p, f)| p.attr.max_msg_sz.min(f.max_msg_sz))
-        .min()
-        .map_or(1 << 30, |m| if m == 0 { 1 << 30 } else { u64::from(m) });
     // SAFETY: the pages are mapped, page aligned, large enough for the rails agreed on (no more than offered), and dropped
     // after the sender.
     let credits = unsafe { CreditRing::new(ring.1.base(), Stride::for_rails(ports.len())) };
@@ -324,8 +323,7 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         speed: speeds(&ports, &answer.rails),
         split_threshold: config.split_threshold,
         spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
-        max_portion: max_msg.min(1 << 31),
-        sq_depth: SEND_QUEUE,
+        max_write: answer.max_write,
     });
     let base = base(channel, alert, qps, ports, routes, answer.who.clone(), config)?;
     Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))

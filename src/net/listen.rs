@@ -18,7 +18,7 @@ use super::alert::Alert;
 use super::comm::{Comm, RecvComm};
 use super::connect::{announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late};
 use super::device::{Device, Port};
-use super::endpoint::{Draft, Role};
+use super::endpoint::{Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, kind};
 use super::{Code, NetError, control};
@@ -171,6 +171,7 @@ impl Pending {
                                 who: ourselves(),
                                 class: offer.class,
                                 ring_address: 0,
+                                max_write: max_write(&draft.ports(), &offer.rails),
                                 rails: draft.describe(&[]),
                                 pairs,
                             };
@@ -258,6 +259,12 @@ fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draf
     for rail in &mut offer.rails {
         rail.qps.truncate(qps);
     }
+    if max_write(&ports, &offer.rails) == 0 {
+        return Err(NetError::new(
+            Code::System,
+            format!("a rail of {ports:?} or of peer {} takes no write", offer.who),
+        ));
+    }
     let pairs = pairs.iter().map(|&(theirs, ours)| (small(theirs), small(ours))).collect();
     Ok((draft, offer, pairs))
 }
@@ -322,6 +329,7 @@ fn finish(
         ring_rkey: offer.rails[0].ring_rkey,
         lanes: qps.lanes(),
         max_inline,
+        max_write: max_write(&ports, &offer.rails),
         can_flush: landing.is_some(),
     });
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;

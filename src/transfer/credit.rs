@@ -37,7 +37,7 @@ impl Stride {
     }
 
     #[inline]
-    pub fn bytes(self) -> usize {
+    pub const fn bytes(self) -> usize {
         match self {
             Self::Narrow => 32,
             Self::Wide => 64,

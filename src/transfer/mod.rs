@@ -16,7 +16,11 @@
 //!   connection. Sends for the next group wait until this one is matched.
 //! * A message up to the split threshold goes over one QP (QPs take turns); a larger one in 128-byte aligned portions, sized
 //!   so that the rails finish together ([`split`]).
-//! * The size of a message is the sum of its portions' byte counts, as the receiver's own NIC counted them.
+//! * A portion longer than the agreed largest write (the least max_msg_sz of all ports of both ends) is several writes on
+//!   its one QP: plain ones of just that size, and the last, which carries the immediate and tells how many they were. A QP
+//!   keeps their order, so the immediate is last; and still one receive is consumed for each portion.
+//! * The size of a message is the sum of its portions' bytes: what the receiver's own NIC counted for the writes with an
+//!   immediate, and as many times the largest write as these say.
 //! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, always more than there can be credits
 //!   open, so that a sender never finds none.
 //!
@@ -34,6 +38,7 @@ mod wr_id;
 
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
 pub use sender::{SendProgress, Sender, SenderParts};
+pub use split::largest_message;
 pub use wire::{Fault, Flight, Keys, Lanes, Post, QpSet, RailLink};
 
 /// Entries of a credit ring; a power of two, and at least `NCCL_NET_MAX_REQUESTS` groups of [`MAX_GROUP`].
@@ -46,6 +51,8 @@ pub const MAX_RAILS: usize = 8;
 pub const MAX_PORTIONS: usize = 16;
 /// Send requests that can be outstanding on a connection; above that isend answers "again".
 pub const SEND_REQUESTS: usize = 128;
+/// Work requests that a sending QP takes.
+pub const SEND_WRS: u32 = 128;
 /// Receive requests that can be outstanding on a connection; NCCL wants 32.
 pub const RECV_REQUESTS: usize = 64;
 /// Flushes that can be outstanding: one for every receive that may be open, and as many for those just completed.

@@ -1,7 +1,7 @@
 //! The receiving side of a connection.
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+    reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
 use std::ptr::NonNull;
@@ -28,6 +28,8 @@ pub struct ReceiverParts<P> {
     pub lanes: Lanes,
     /// Bytes that a credit write may carry inside its request.
     pub max_inline: u32,
+    /// Largest write, as agreed with the peer.
+    pub max_write: u32,
     /// Whether every rail has a loopback QP for flushes.
     pub can_flush: bool,
 }
@@ -97,6 +99,7 @@ pub struct Receiver<P> {
     /// Positions whose message has not arrived.
     open: u32,
     lanes: Lanes,
+    max_write: u32,
     can_flush: bool,
     /// Room in the credit QP's send queue, and credit writes since the last that asks for a completion.
     credit_room: u32,
@@ -136,6 +139,7 @@ impl<P: Post> Receiver<P> {
             tail: 0,
             open: 0,
             lanes: parts.lanes,
+            max_write: parts.max_write,
             can_flush: parts.can_flush,
             credit_room: CREDIT_WRS as u32,
             credit_unsignaled: 0,
@@ -359,7 +363,8 @@ impl<P: Post> Receiver<P> {
             return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
         }
         slot.seen |= 1 << imm.portion;
-        slot.bytes += u64::from(a.bytes);
+        // At most 16 times 255 writes of 2 GiB.
+        slot.bytes += u64::from(imm.plain) * u64::from(self.max_write) + u64::from(a.bytes);
         if slot.bytes > slot.size {
             let (bytes, size) = (slot.bytes, slot.size);
             return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));

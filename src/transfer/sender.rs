@@ -1,7 +1,7 @@
 //! The sending side of a connection.
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+    reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
 use std::ptr::NonNull;
@@ -13,7 +13,7 @@ use super::imm::Imm;
 use super::split;
 use super::wire::{Fault, Keys, Lanes, Post};
 use super::wr_id::{Kind, WrId};
-use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS, SEND_WRS};
 
 /// What a sender is made from.
 #[derive(Debug)]
@@ -28,10 +28,8 @@ pub struct SenderParts<P> {
     pub split_threshold: u64,
     /// QPs of a rail that a larger message is cut over.
     pub spread: usize,
-    /// Largest portion, bytes.
-    pub max_portion: u64,
-    /// Send requests that each QP takes.
-    pub sq_depth: u32,
+    /// Largest write, as agreed with the peer; not 0.
+    pub max_write: u32,
 }
 
 /// How a send stands.
@@ -47,7 +45,7 @@ struct Request {
     size: u64,
     /// Ring position of the credit that it answers.
     position: u32,
-    portions_left: u8,
+    writes_left: u8,
     generation: u8,
 }
 
@@ -55,8 +53,13 @@ struct Request {
 #[derive(Debug, Clone, Copy, Default)]
 struct Portion {
     qp: usize,
-    length: u32,
+    length: u64,
+    /// At most [`SEND_WRS`].
+    writes: u32,
 }
+
+/// A message of the largest size, and a shorter write at the end of each portion.
+const _: () = assert!(SEND_WRS as usize + MAX_PORTIONS <= u8::MAX as usize);
 
 /// The sending side: matches sends to credits and posts them.
 #[derive(Debug)]
@@ -72,7 +75,7 @@ pub struct Sender<P> {
     lanes: Lanes,
     spread: usize,
     split_threshold: u64,
-    max_portion: u64,
+    max_write: u64,
     speed: [u32; MAX_RAILS],
     next_qp: usize,
     next_lane: usize,
@@ -94,7 +97,7 @@ unsafe impl<P: Send> Send for Sender<P> {}
 
 impl<P: Post> Sender<P> {
     pub fn new(parts: SenderParts<P>) -> Self {
-        let empty = Request { keys: None, size: 0, position: 0, portions_left: 0, generation: 0 };
+        let empty = Request { keys: None, size: 0, position: 0, writes_left: 0, generation: 0 };
         Self {
             credits: parts.credits,
             head: 0,
@@ -104,13 +107,13 @@ impl<P: Post> Sender<P> {
             lanes: parts.lanes,
             spread: parts.spread.clamp(1, parts.lanes.qps.min(MAX_PORTIONS / parts.lanes.rails)),
             split_threshold: parts.split_threshold,
-            max_portion: parts.max_portion,
+            max_write: u64::from(parts.max_write),
             speed: parts.speed,
             next_qp: 0,
             next_lane: 0,
             bytes_out: [0; MAX_RAILS],
             wrs_out: [0; MAX_RAILS],
-            room: vec![parts.sq_depth; parts.lanes.total()].into_boxed_slice(),
+            room: vec![SEND_WRS; parts.lanes.total()].into_boxed_slice(),
             requests: Box::new([empty; SEND_REQUESTS]),
             fault: None,
             stale: 0,
@@ -129,7 +132,7 @@ impl<P: Post> Sender<P> {
 
     /// Requests that the NIC has not finished.
     pub fn in_flight(&self) -> usize {
-        self.requests.iter().filter(|r| r.portions_left > 0).count()
+        self.requests.iter().filter(|r| r.writes_left > 0).count()
     }
 
     /// Completions that belonged to no open request.
@@ -160,7 +163,7 @@ impl<P: Post> Sender<P> {
             }
         }
         let (one, mut several);
-        let portions = if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_portion {
+        let portions = if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_write {
             one = [self.whole(size)];
             &one[..]
         } else {
@@ -177,13 +180,12 @@ impl<P: Post> Sender<P> {
 
         self.free_len -= 1;
         let index = self.free[self.free_len];
-        let portions_left = portions.len() as u8;
         let request = &mut self.requests[usize::from(index)];
         request.generation = request.generation.wrapping_add(1);
         request.keys = Some(keys);
         request.size = size;
         request.position = position;
-        request.portions_left = portions_left;
+        request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
         let generation = request.generation;
         // SAFETY: alive by this function's contract.
         let registration = unsafe { keys.as_ref() };
@@ -194,26 +196,35 @@ impl<P: Post> Sender<P> {
         let mut offset = 0u64;
         for (i, portion) in portions.iter().enumerate() {
             let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
-            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: portion.length };
-            let w = WriteWr {
-                wr_id: id.pack(),
-                local: data.wrapping_add(offset),
-                lkey: registration.lkeys[rail],
-                length: portion.length,
-                remote: credit.address.wrapping_add(offset),
-                rkey: self.credits.rkey(position, rail),
-                imm: Some(Imm { sequence, portion: i as u8, portions: portions_left }.pack()),
-                signaled: true,
-                inline: false,
-            };
-            // SAFETY: the range is part of `data`, registered by this function's contract.
-            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
-                return Err(self.stop(Fault::Verb(e)));
+            let mut left = portion.length;
+            for later in (0..portion.writes).rev() {
+                let length = if later > 0 { self.max_write } else { left };
+                let plain = (portion.writes - 1) as u8;
+                let last = Imm { sequence, portion: i as u8, portions: portions.len() as u8, plain };
+                let id =
+                    WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: length as u32 };
+                let w = WriteWr {
+                    wr_id: id.pack(),
+                    local: data.wrapping_add(offset),
+                    lkey: registration.lkeys[rail],
+                    length: length as u32,
+                    remote: credit.address.wrapping_add(offset),
+                    rkey: self.credits.rkey(position, rail),
+                    imm: (later == 0).then(|| last.pack()),
+                    // Each is retired by its own completion: there are few, and shares count what is still outstanding.
+                    signaled: true,
+                    inline: false,
+                };
+                // SAFETY: the range is part of `data`, registered by this function's contract.
+                if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
+                    return Err(self.stop(Fault::Verb(e)));
+                }
+                self.room[portion.qp] -= 1;
+                self.wrs_out[rail] += 1;
+                self.bytes_out[rail] += length;
+                offset += length;
+                left -= length;
             }
-            self.room[portion.qp] -= 1;
-            self.wrs_out[rail] += 1;
-            self.bytes_out[rail] += u64::from(portion.length);
-            offset += u64::from(portion.length);
         }
         self.take(position, credit.n);
         Ok(Some(index))
@@ -276,39 +287,43 @@ impl<P: Post> Sender<P> {
         if self.next_qp == self.lanes.total() {
             self.next_qp = 0;
         }
-        Portion { qp, length: size as u32 }
+        Portion { qp, length: size, writes: 1 }
     }
 
     /// Cuts a message into portions; returns how many.
     #[inline]
     fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
+        let largest = self.max_write * u64::from(SEND_WRS);
+        if size > largest {
+            return Err(self.stop(Fault::Protocol(format!(
+                "a message of {size} bytes does not fit the send queue: between these ports a message has at most {largest} \
+                 ({SEND_WRS} writes of {} bytes, the smallest max_msg_sz of both ends)",
+                self.max_write
+            ))));
+        }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;
         self.next_lane = (self.next_lane + self.spread) % self.lanes.qps;
         let mut count = 0;
         for (rail, &share) in shares.iter().enumerate().take(self.lanes.rails) {
-            // Equal shares of the rail's share over its QPs, whole lines, none longer than the port allows.
+            // Equal shares of the rail's share over its QPs, whole lines: at most as many as there are QPs.
             let even = share.div_ceil(self.spread as u64).next_multiple_of(split::ALIGN);
-            let longest = even.min(self.max_portion / split::ALIGN * split::ALIGN).max(split::ALIGN);
             let mut left = share;
             let mut lane = first;
             while left > 0 {
-                if count == MAX_PORTIONS {
-                    return Err(self.stop(Fault::Protocol(format!(
-                        "a message of {size} bytes does not fit {MAX_PORTIONS} portions of {} bytes: the port's max_msg_sz \
-                         is too small",
-                        self.max_portion
-                    ))));
-                }
-                let length = left.min(longest);
-                portions[count] = Portion { qp: rail * self.lanes.qps + lane % self.lanes.qps, length: length as u32 };
+                let length = left.min(even);
+                portions[count] = Portion {
+                    qp: rail * self.lanes.qps + lane % self.lanes.qps,
+                    length,
+                    writes: split::writes(length, self.max_write) as u32,
+                };
                 lane += 1;
                 count += 1;
                 left -= length;
             }
         }
         if count == 0 {
-            portions[0] = Portion { qp: first % self.lanes.qps, length: 0 };
+            portions[0] = Portion { qp: first % self.lanes.qps, length: 0, writes: 1 };
             count = 1;
         }
         Ok(count)
@@ -316,21 +331,21 @@ impl<P: Post> Sender<P> {
 
     #[inline]
     fn has_room(&self, portions: &[Portion]) -> bool {
-        // Several portions of one message on one QP are rare (max_msg_sz).
-        portions.iter().all(|p| self.room[p.qp] as usize >= portions.iter().filter(|o| o.qp == p.qp).count())
+        // Each is on a QP of its own.
+        portions.iter().all(|p| self.room[p.qp] >= p.writes)
     }
 
     /// How a send stands. Done frees the request.
     #[inline]
     pub fn test(&mut self, index: u8) -> Result<SendProgress, Fault> {
-        if self.requests[usize::from(index)].portions_left > 0 {
+        if self.requests[usize::from(index)].writes_left > 0 {
             if let Some(fault) = &self.fault {
                 return Err((**fault).clone());
             }
             self.poll()?;
         }
         let request = &mut self.requests[usize::from(index)];
-        if request.portions_left > 0 {
+        if request.writes_left > 0 {
             return Ok(SendProgress::Pending);
         }
         let size = request.size;
@@ -358,12 +373,12 @@ impl<P: Post> Sender<P> {
                             self.wrs_out[rail] -= 1;
                             self.bytes_out[rail] -= u64::from(id.count);
                             let request = &mut self.requests[usize::from(id.request)];
-                            if request.generation != id.generation || request.portions_left == 0 {
+                            if request.generation != id.generation || request.writes_left == 0 {
                                 self.stale += 1;
                                 continue;
                             }
-                            request.portions_left -= 1;
-                            if request.portions_left == 0 {
+                            request.writes_left -= 1;
+                            if request.writes_left == 0 {
                                 Self::release(request);
                             }
                         }
@@ -391,10 +406,10 @@ impl<P: Post> Sender<P> {
     /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
     pub fn settle(&mut self, received: u32) -> bool {
         let mut all = true;
-        for request in self.requests.iter_mut().filter(|r| r.portions_left > 0) {
+        for request in self.requests.iter_mut().filter(|r| r.writes_left > 0) {
             // Positions before `received`, on a circle.
             if request.position.wrapping_sub(received) > u32::MAX / 2 {
-                request.portions_left = 0;
+                request.writes_left = 0;
                 Self::release(request);
             } else {
                 all = false;

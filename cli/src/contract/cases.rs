@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
 use super::{Case, Rank, Ranks};
-use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot};
+use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot, Version};
 use crate::wire::{self, Link};
 
 pub(super) fn all() -> Vec<Case> {
@@ -22,6 +22,7 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("all-pairs", "every process to every other, both directions at once", Any, all_pairs),
         Case::new("sizes", "every size between two processes, three rounds", Two, sizes),
         Case::new("large", "64 MiB once (16 MiB with --quick)", Two, large),
+        Case::new("huge", "4 GiB and 1 byte at once: about 9 GiB of memory, ABI v9 and newer", Two, huge).costly(),
         Case::new("zero-bytes", "empty sends between full ones, and into empty receives", Two, zero_bytes),
         Case::new("short-sends", "sends shorter than their receives: exact size, nothing behind it", Two, short_sends),
         Case::new("long-sends", "sends longer than their receives: cut to the posted size", Two, long_sends),
@@ -199,6 +200,13 @@ fn sizes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 fn large(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let size = if rank.options.quick { 16 << 20 } else { 64 << 20 };
     play(rank, &[Flow::plain(&[size], 0)], Manner::default())
+}
+
+fn huge(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    if rank.plugin.version() < Version::V9 {
+        return rank.skip("sizes are ints up to version 8");
+    }
+    play(rank, &[Flow::plain(&[(4 << 30) + 1], 0)], Manner::default())
 }
 
 fn zero_bytes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
