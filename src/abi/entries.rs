@@ -16,8 +16,8 @@ use crate::transfer::MAX_GROUP;
 
 use super::guard::call;
 use super::types::{
-    MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_TRAFFIC_CLASS_UNDEF, NCCL_PTR_CUDA, NCCL_PTR_HOST,
-    ncclDebugLogger_t, ncclResult_t,
+    MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_OPTIONAL_RECV_COMPLETION, NCCL_NET_TRAFFIC_CLASS_UNDEF,
+    NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t, ncclResult_t,
 };
 
 const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
@@ -103,6 +103,8 @@ pub(super) const REG_IS_GLOBAL: c_int = 0;
 pub(super) trait Size: Copy + fmt::Display {
     /// Most bytes of a message.
     const MOST: usize;
+    /// Whether irecv's request slot may hold a hint (version 9 and newer, as sizes of size_t).
+    const HINTS: bool;
     /// As the size of a message.
     fn message(self) -> Option<u64>;
     /// As the size of memory.
@@ -111,6 +113,7 @@ pub(super) trait Size: Copy + fmt::Display {
 
 impl Size for c_int {
     const MOST: usize = MAX_MESSAGE;
+    const HINTS: bool = false;
 
     #[inline]
     fn message(self) -> Option<u64> {
@@ -126,6 +129,7 @@ impl Size for c_int {
 
 impl Size for usize {
     const MOST: usize = MAX_LONG_MESSAGE;
+    const HINTS: bool = true;
 
     #[inline]
     fn message(self) -> Option<u64> {
@@ -415,7 +419,9 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
 ) -> ncclResult_t {
     call("irecv", || {
         let out = given(request, "request")?;
-        // From v9 on it may hold a hint, which this plugin does not need.
+        // Up to v8 it may hold an older request.
+        // SAFETY: NCCL passes a pointer in it.
+        let hinted = S::HINTS && unsafe { out.read() }.addr() == NCCL_NET_OPTIONAL_RECV_COMPLETION as usize;
         // SAFETY: NCCL passes a place for one pointer.
         unsafe { out.write(ptr::null_mut()) };
         // SAFETY: NCCL passes a comm of ours.
@@ -438,7 +444,7 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
             buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
         }
         // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
-        let posted = unsafe { comm.irecv(&buffers) }?;
+        let posted = if hinted { unsafe { comm.irecv_hinted(&buffers) } } else { unsafe { comm.irecv(&buffers) } }?;
         // SAFETY: as above.
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
@@ -568,7 +574,6 @@ pub(super) unsafe extern "C" fn close_listen(listen_comm: *mut c_void) -> ncclRe
 
 #[cfg(test)]
 mod tests {
-    use super::super::types::NCCL_NET_OPTIONAL_RECV_COMPLETION;
     use super::*;
 
     #[test]

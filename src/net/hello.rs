@@ -93,6 +93,11 @@ pub(crate) struct Hello {
     pub(crate) ring_address: u64,
     /// Largest write between the rails that were agreed; 0 in an offer.
     pub(crate) max_write: u32,
+    /// Whether the connecting side takes hinted receives; in the answer, whether there are any.
+    pub(crate) hints: bool,
+    /// In the answer, where there are hinted receives: the word for their count, and its key on the first rail.
+    pub(crate) count_address: u64,
+    pub(crate) count_rkey: u32,
     pub(crate) rails: Vec<HelloRail>,
     /// (rail of the connecting side, rail of the accepting side); empty in an offer.
     pub(crate) pairs: Vec<(u8, u8)>,
@@ -130,6 +135,9 @@ impl Hello {
         w.u8(self.class.unwrap_or(0));
         w.u64(self.ring_address);
         w.u32(self.max_write);
+        w.u8(u8::from(self.hints));
+        w.u64(self.count_address);
+        w.u32(self.count_rkey);
         w.count(self.rails.len());
         for rail in &self.rails {
             w.text(&rail.device);
@@ -182,6 +190,7 @@ impl Hello {
         let (asked, class) = (r.u8()? == 1, r.u8()?);
         let class = asked.then_some(class);
         let (ring_address, max_write) = (r.u64()?, r.u32()?);
+        let (hints, count_address, count_rkey) = (r.u8()? == 1, r.u64()?, r.u32()?);
         let n = r.count(MAX_RAILS)?;
         let mut rails = Vec::with_capacity(n);
         for _ in 0..n {
@@ -226,7 +235,7 @@ impl Hello {
         if !(1..=5).contains(&rails.iter().map(|x| x.mtu).min().unwrap_or(0)) || rails.iter().any(|x| x.mtu > 5) {
             return Err(HelloError::Damaged("rails or their MTU"));
         }
-        Ok(Self { who, class, ring_address, max_write, rails, pairs })
+        Ok(Self { who, class, ring_address, max_write, hints, count_address, count_rkey, rails, pairs })
     }
 }
 
@@ -327,6 +336,9 @@ mod tests {
             class: (rails > 1).then_some(106),
             ring_address: 0x7000_0000,
             max_write: 8 << 20,
+            hints: rails > 1,
+            count_address: 0x7000_2000,
+            count_rkey: 9,
             rails: (0..rails).map(rail).collect(),
             pairs: vec![(0, 1)],
         }

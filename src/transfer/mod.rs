@@ -24,10 +24,25 @@
 //! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, always more than there can be credits
 //!   open, so that a sender never finds none.
 //!
-//! Everything that a peer can write (credits, immediates) is checked against what is open before it is used.
+//! # Hinted receives
+//! NCCL says of receives of LL and LL128 (ABI v9 and newer) that it needs no completion: flags in the data tell when they are
+//! there. Such a credit has a flag; the sender answers it with plain writes on one QP (the data land in ascending order; QPs
+//! and so rails take turns by message), and with nothing where it sends nothing. irecv's request is done at its first test. The
+//! receiver can't know what was sent, so its size is the one that was posted, an upper bound; of these protocols NCCL uses
+//! sizes for its profiler only. No receive is consumed and nothing completes on this side, hence nothing tells that a ring
+//! entry was read: the sender returns a count, and irecv answers "again" where the count is not past the entry ([`hint`]).
+//!
+//! A hinted receive counts as a use of its memory until the count has passed it. NCCL gives the memory back without having
+//! to know that: then the QPs are stopped first, and the connection closes in good order all the same, since what NCCL
+//! took for done is done.
+//!
+//! Everything that a peer can write (credits, immediates, counts) is checked against what is open before it is used.
 
 pub mod credit;
+mod hint;
 pub mod imm;
+#[cfg(test)]
+mod model;
 mod receiver;
 mod sender;
 pub mod split;
@@ -37,7 +52,7 @@ mod wire;
 mod wr_id;
 
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
-pub use sender::{SendProgress, Sender, SenderParts};
+pub use sender::{CountPath, SendProgress, Sender, SenderParts};
 pub use split::largest_message;
 pub use wire::{Fault, Flight, Keys, Lanes, Post, QpSet, RailLink};
 

@@ -5,15 +5,17 @@
 )]
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
 
 use super::credit::{Credit, CreditRing, sequence};
+use super::hint::{self, Ledger};
 use super::imm::Imm;
 use super::split;
 use super::wire::{Fault, Keys, Lanes, Post};
 use super::wr_id::{Kind, WrId};
-use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS, SEND_WRS};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RING, SEND_REQUESTS, SEND_WRS};
 
 /// What a sender is made from.
 #[derive(Debug)]
@@ -30,6 +32,21 @@ pub struct SenderParts<P> {
     pub spread: usize,
     /// Largest write, as agreed with the peer; not 0.
     pub max_write: u32,
+    /// The way of the count of hinted receives; None: there are none.
+    pub count: Option<CountPath>,
+}
+
+/// How the count of hinted receives ([`super::hint`]) goes to the peer, over the first QP.
+#[derive(Debug)]
+pub struct CountPath {
+    /// Registered memory of our own, alive as long as the sender.
+    pub word: NonNull<AtomicU64>,
+    pub lkey: u32,
+    /// The receiver's word.
+    pub address: u64,
+    pub rkey: u32,
+    /// Whether it may be carried inside the request.
+    pub inline: bool,
 }
 
 /// How a send stands.
@@ -47,7 +64,12 @@ struct Request {
     position: u32,
     writes_left: u8,
     generation: u8,
+    /// Answers a hinted receive, or is the count's own.
+    hinted: bool,
 }
+
+/// The request of the count: behind those of sends.
+const COUNT: u8 = SEND_REQUESTS as u8;
 
 /// A share of a message for one QP.
 #[derive(Debug, Clone, Copy, Default)]
@@ -85,19 +107,24 @@ pub struct Sender<P> {
     wrs_out: [u32; MAX_RAILS],
     /// Room in each QP's send queue.
     room: Box<[u32]>,
-    requests: Box<[Request; SEND_REQUESTS]>,
+    requests: Box<[Request; SEND_REQUESTS + 1]>,
+    ledger: Ledger<RING, { RING as u32 / 4 }>,
+    count: Option<CountPath>,
+    /// The count is due, and waits for room or for the one before it.
+    overdue: bool,
     fault: Option<Box<Fault>>,
     /// Completions of no open request: dropped, counted.
     stale: u64,
     post: P,
 }
 
-// SAFETY: the pointers to keys are followed under isend's contract only, from whichever thread runs the data path.
+// SAFETY: the pointers to keys are followed under isend's contract only, that to the count's word as a shared atomic, from
+// whichever thread runs the data path.
 unsafe impl<P: Send> Send for Sender<P> {}
 
 impl<P: Post> Sender<P> {
     pub fn new(parts: SenderParts<P>) -> Self {
-        let empty = Request { keys: None, size: 0, position: 0, writes_left: 0, generation: 0 };
+        let empty = Request { keys: None, size: 0, position: 0, writes_left: 0, generation: 0, hinted: false };
         Self {
             credits: parts.credits,
             head: 0,
@@ -114,7 +141,10 @@ impl<P: Post> Sender<P> {
             bytes_out: [0; MAX_RAILS],
             wrs_out: [0; MAX_RAILS],
             room: vec![SEND_WRS; parts.lanes.total()].into_boxed_slice(),
-            requests: Box::new([empty; SEND_REQUESTS]),
+            requests: Box::new([empty; SEND_REQUESTS + 1]),
+            ledger: Ledger::default(),
+            count: parts.count,
+            overdue: false,
             fault: None,
             stale: 0,
             post: parts.post,
@@ -132,7 +162,7 @@ impl<P: Post> Sender<P> {
 
     /// Requests that the NIC has not finished.
     pub fn in_flight(&self) -> usize {
-        self.requests.iter().filter(|r| r.writes_left > 0).count()
+        self.requests[..SEND_REQUESTS].iter().filter(|r| r.writes_left > 0).count()
     }
 
     /// Completions that belonged to no open request.
@@ -149,6 +179,9 @@ impl<P: Post> Sender<P> {
     pub unsafe fn isend(&mut self, data: u64, size: u64, tag: u32, keys: NonNull<Keys>) -> Result<Option<u8>, Fault> {
         // Once the first member is matched, its entry may hold a credit of the next lap already.
         if self.matched & 1 == 0 && !self.credits.ready(self.head) {
+            if self.overdue {
+                self.catch_up()?;
+            }
             return Ok(None);
         }
         if let Some(fault) = &self.fault {
@@ -162,8 +195,12 @@ impl<P: Post> Sender<P> {
                 return Ok(None);
             }
         }
+        let hinted = credit.hinted;
         let (one, mut several);
-        let portions = if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_write {
+        let portions = if hinted {
+            one = [self.one_way(size)?];
+            &one[..]
+        } else if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_write {
             one = [self.whole(size)];
             &one[..]
         } else {
@@ -185,6 +222,7 @@ impl<P: Post> Sender<P> {
         request.keys = Some(keys);
         request.size = size;
         request.position = position;
+        request.hinted = hinted;
         request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
         let generation = request.generation;
         // SAFETY: alive by this function's contract.
@@ -210,7 +248,7 @@ impl<P: Post> Sender<P> {
                     length: length as u32,
                     remote: credit.address.wrapping_add(offset),
                     rkey: self.credits.rkey(position, rail),
-                    imm: (later == 0).then(|| last.pack()),
+                    imm: (later == 0 && !hinted).then(|| last.pack()),
                     // Each is retired by its own completion: there are few, and shares count what is still outstanding.
                     signaled: true,
                     inline: false,
@@ -227,7 +265,94 @@ impl<P: Post> Sender<P> {
             }
         }
         self.take(position, credit.n);
+        if hinted {
+            self.answered(index, position);
+        }
+        if self.ledger.owes() {
+            self.tell()?;
+            if self.overdue {
+                self.catch_up()?;
+            }
+        }
         Ok(Some(index))
+    }
+
+    /// A hinted receive has its send: one QP, so that the bytes land in ascending order, and nothing at all for nothing.
+    fn one_way(&mut self, size: u64) -> Result<Portion, Fault> {
+        if self.count.is_none() {
+            return Err(
+                self.stop(Fault::Protocol("the peer sent a hinted credit although none were agreed".to_owned()))
+            );
+        }
+        if size > self.largest() {
+            return Err(self.too_large(size));
+        }
+        let writes = size.div_ceil(self.max_write) as u32;
+        Ok(Portion { writes, length: size, ..self.whole(size) })
+    }
+
+    fn answered(&mut self, index: u8, position: u32) {
+        let request = &mut self.requests[usize::from(index)];
+        self.ledger.matched(position, request.writes_left > 0);
+        if request.writes_left == 0 {
+            Self::release(request);
+        }
+    }
+
+    /// Sends the count if it is due and can be.
+    fn tell(&mut self) -> Result<(), Fault> {
+        self.overdue = false;
+        let (Some(count), Some(path)) = (self.ledger.due(self.head), &self.count) else { return Ok(()) };
+        let request = &mut self.requests[usize::from(COUNT)];
+        // One at a time: its word may not change while the NIC may read it.
+        if request.writes_left > 0 || self.room[0] == 0 {
+            self.overdue = true;
+            return Ok(());
+        }
+        request.generation = request.generation.wrapping_add(1);
+        request.writes_left = 1;
+        request.hinted = true;
+        let generation = request.generation;
+        // SAFETY: alive as long as this sender.
+        unsafe { path.word.as_ref() }.store(hint::pack(count), Ordering::Relaxed);
+        let w = WriteWr {
+            wr_id: WrId { kind: Kind::Data, qp: 0, request: COUNT, generation, count: 8 }.pack(),
+            local: path.word.as_ptr() as u64,
+            lkey: path.lkey,
+            length: 8,
+            remote: path.address,
+            rkey: path.rkey,
+            imm: None,
+            signaled: true,
+            inline: path.inline,
+        };
+        // SAFETY: the word is registered and outlives the QPs.
+        if let Err(e) = unsafe { self.post.write(0, &w) } {
+            return Err(self.stop(Fault::Verb(e)));
+        }
+        self.room[0] -= 1;
+        self.wrs_out[0] += 1;
+        self.bytes_out[0] += 8;
+        self.ledger.told(self.head);
+        Ok(())
+    }
+
+    /// There may be no request left whose test would take what the count waits for.
+    #[cold]
+    fn catch_up(&mut self) -> Result<(), Fault> {
+        if self.fault.is_some() {
+            return Ok(());
+        }
+        self.poll()?;
+        self.tell()
+    }
+
+    /// A request that is hinted has completed.
+    fn acknowledged(&mut self, index: u8) -> Result<(), Fault> {
+        if index != COUNT {
+            self.ledger.acknowledged(self.requests[usize::from(index)].position);
+        }
+        self.tell()
     }
 
     /// The first unmatched member of the group at the head whose tag this is.
@@ -293,13 +418,8 @@ impl<P: Post> Sender<P> {
     /// Cuts a message into portions; returns how many.
     #[inline]
     fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
-        let largest = self.max_write * u64::from(SEND_WRS);
-        if size > largest {
-            return Err(self.stop(Fault::Protocol(format!(
-                "a message of {size} bytes does not fit the send queue: between these ports a message has at most {largest} \
-                 ({SEND_WRS} writes of {} bytes, the smallest max_msg_sz of both ends)",
-                self.max_write
-            ))));
+        if size > self.largest() {
+            return Err(self.too_large(size));
         }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;
@@ -327,6 +447,21 @@ impl<P: Post> Sender<P> {
             count = 1;
         }
         Ok(count)
+    }
+
+    #[inline]
+    fn largest(&self) -> u64 {
+        self.max_write * u64::from(SEND_WRS)
+    }
+
+    #[cold]
+    fn too_large(&mut self, size: u64) -> Fault {
+        self.stop(Fault::Protocol(format!(
+            "a message of {size} bytes does not fit the send queue: between these ports a message has at most {} ({SEND_WRS} \
+             writes of {} bytes, the smallest max_msg_sz of both ends)",
+            self.largest(),
+            self.max_write
+        )))
     }
 
     #[inline]
@@ -380,6 +515,9 @@ impl<P: Post> Sender<P> {
                             request.writes_left -= 1;
                             if request.writes_left == 0 {
                                 Self::release(request);
+                                if request.hinted {
+                                    self.acknowledged(id.request)?;
+                                }
                             }
                         }
                         Completion::Failed(failure) => return Err(self.failed(failure)),
@@ -406,7 +544,7 @@ impl<P: Post> Sender<P> {
     /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
     pub fn settle(&mut self, received: u32) -> bool {
         let mut all = true;
-        for request in self.requests.iter_mut().filter(|r| r.writes_left > 0) {
+        for request in self.requests[..SEND_REQUESTS].iter_mut().filter(|r| r.writes_left > 0) {
             // Positions before `received`, on a circle.
             if request.position.wrapping_sub(received) > u32::MAX / 2 {
                 request.writes_left = 0;
@@ -421,11 +559,32 @@ impl<P: Post> Sender<P> {
         all
     }
 
+    /// A send for a receive that the peer, closed in good order, took for done without it: a hinted one, as all before
+    /// `received` that are still to be matched. None: there are no more of these; Some(None): again, all requests are open.
+    pub fn skip(&mut self, size: u64, received: u32) -> Option<Option<u8>> {
+        if self.head.wrapping_sub(received) <= u32::MAX / 2 {
+            return None;
+        }
+        if self.free_len == 0 {
+            return Some(None);
+        }
+        self.head = self.head.wrapping_add(1);
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.size = size;
+        request.writes_left = 0;
+        Some(Some(index))
+    }
+
     #[cold]
     fn failed(&mut self, failure: Failure) -> Fault {
         let id = WrId::unpack(failure.wr_id);
-        let bytes = self.requests.get(usize::from(id.request)).map_or(0, |r| r.size);
-        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation: "send (RDMA WRITE)", bytes })
+        let (operation, bytes) = match id.request {
+            COUNT => ("count of receives (RDMA WRITE)", 8),
+            request => ("send (RDMA WRITE)", self.requests.get(usize::from(request)).map_or(0, |r| r.size)),
+        };
+        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation, bytes })
     }
 
     /// The first fault stays; every later call returns it.

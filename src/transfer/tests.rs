@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
@@ -110,7 +111,9 @@ struct Pair {
     net: Rc<RefCell<Net>>,
     sender: Sender<End>,
     receiver: Receiver<End>,
-    _rings: [Box<RingMemory>; 2],
+    rings: [Box<RingMemory>; 2],
+    /// The count at the sender, and at the receiver.
+    words: [Box<AtomicU64>; 2],
 }
 
 fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
@@ -135,6 +138,14 @@ fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u
     for qp in 0..lanes.total() {
         receiver_end.recvs(qp, Receiver::<End>::recv_wr_id(qp), Receiver::<End>::RQ_DEPTH).expect("in memory");
     }
+    let words = [(); 2].map(|()| Box::new(AtomicU64::new(0)));
+    let path = CountPath {
+        word: NonNull::from(&*words[0]),
+        lkey: 1,
+        address: std::ptr::from_ref(&*words[1]) as u64,
+        rkey: 2,
+        inline: false,
+    };
     let sender = Sender::new(SenderParts {
         post: End { net: Rc::clone(&net), side: 0 },
         credits,
@@ -143,6 +154,7 @@ fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u
         split_threshold: threshold,
         spread,
         max_write,
+        count: Some(path),
     });
     let receiver = Receiver::new(ReceiverParts {
         post: receiver_end,
@@ -153,9 +165,10 @@ fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u
         lanes,
         max_inline: 0,
         max_write,
+        count: Some(NonNull::from(&*words[1])),
         can_flush: true,
     });
-    Pair { net, sender, receiver, _rings: rings }
+    Pair { net, sender, receiver, rings, words }
 }
 
 fn keys() -> Box<Keys> {
@@ -168,7 +181,7 @@ fn byte(message: usize, offset: usize) -> u8 {
 
 /// Random groups of random sizes, sends in random order inside a window, random progress: every byte in its place, guard
 /// bytes untouched, sizes exact.
-fn play(seed: u64, mut p: Pair, groups: usize) {
+fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
     let mut rng = Rng(seed | 1);
     let keys = keys();
     let k = NonNull::from(&*keys);
@@ -178,9 +191,24 @@ fn play(seed: u64, mut p: Pair, groups: usize) {
         buffers: Vec<Vec<u8>>,
         posted: Vec<usize>,
     }
+    impl Open {
+        fn check(&self, sizes: &[usize]) {
+            for (m, buffer) in self.buffers.iter().enumerate() {
+                let message = self.first + m;
+                for o in 0..sizes[message] {
+                    assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
+                }
+                assert!(buffer[..16].iter().all(|&b| b == 0xEE), "bytes before the buffer");
+                assert!(buffer[16 + sizes[message]..].iter().all(|&b| b == 0xEE), "bytes past the payload");
+                assert!(self.posted[m] >= sizes[message]);
+            }
+        }
+    }
     let mut next_message = 0;
     let mut posted_groups = 0;
     let mut open: Vec<Open> = Vec::new();
+    // Hinted: nobody tells when their data are there.
+    let mut blind: Vec<Open> = Vec::new();
     // What remains to be sent: (message, tag, bytes).
     let mut to_send: VecDeque<(usize, u32, Vec<u8>)> = VecDeque::new();
     let mut sending: Vec<(u8, Vec<u8>, usize)> = Vec::new();
@@ -191,7 +219,7 @@ fn play(seed: u64, mut p: Pair, groups: usize) {
         assert!(idle < 200_000, "stuck: {posted_groups} posted, {} open, {} to send", open.len(), to_send.len());
         match rng.below(4) {
             0 if posted_groups < groups && to_send.len() < 40 => {
-                let n = 1 + rng.below(MAX_GROUP);
+                let n = if hints && rng.below(8) > 0 { 1 } else { 1 + rng.below(MAX_GROUP) };
                 let mut buffers = Vec::new();
                 let mut posted = Vec::new();
                 let mut sends = Vec::new();
@@ -221,9 +249,22 @@ fn play(seed: u64, mut p: Pair, groups: usize) {
                         keys: k,
                     })
                     .collect();
-                // SAFETY: the buffers live in `open` until the receive is done.
-                if let Some(request) = unsafe { p.receiver.irecv(&b) }.expect("no fault") {
-                    open.push(Open { request, first: next_message, buffers, posted });
+                let hinted = n == 1 && hints && rng.below(4) > 0;
+                // SAFETY: the buffers live in `open` or `hinted` until the receive is done, or the connection gone.
+                let request = match hinted {
+                    true => unsafe { p.receiver.irecv_hinted(&b[0]) },
+                    // SAFETY: as above.
+                    false => unsafe { p.receiver.irecv(&b) },
+                };
+                if let Some(request) = request.expect("no fault") {
+                    let group = Open { request, first: next_message, buffers, posted };
+                    if hinted {
+                        let sizes = &[group.posted[0] as u64][..];
+                        assert_eq!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes });
+                        blind.push(group);
+                    } else {
+                        open.push(group);
+                    }
                     next_message += n;
                     posted_groups += 1;
                     to_send.extend(sends);
@@ -265,23 +306,20 @@ fn play(seed: u64, mut p: Pair, groups: usize) {
                     if let RecvProgress::Done { sizes: got } = p.receiver.test(open[i].request).expect("no fault") {
                         let group = open.swap_remove(i);
                         assert_eq!(got.len(), group.buffers.len());
-                        for (m, buffer) in group.buffers.iter().enumerate() {
-                            let message = group.first + m;
-                            assert_eq!(got[m] as usize, sizes[message], "size of member {m}");
-                            for o in 0..sizes[message] {
-                                assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
-                            }
-                            assert!(buffer[..16].iter().all(|&b| b == 0xEE), "bytes before the buffer");
-                            assert!(buffer[16 + sizes[message]..].iter().all(|&b| b == 0xEE), "bytes past the payload");
-                            assert!(group.posted[m] >= sizes[message]);
+                        for (m, &got) in got.iter().enumerate() {
+                            assert_eq!(got as usize, sizes[group.first + m], "size of member {m}");
                         }
+                        group.check(&sizes);
                         idle = 0;
                     }
                 }
             }
         }
     }
+    // Every send is acknowledged, so their bytes are there.
+    blind.iter().for_each(|group| group.check(&sizes));
     assert_eq!(keys.in_flight(), 0);
+    assert!((keys.hinted_in_flight() > 0) <= hints && keys.hinted_in_flight() <= RING as u32);
     assert_eq!(p.sender.stale(), 0);
     assert_eq!((p.sender.open(), p.receiver.open()), (0, 0));
 }
@@ -297,8 +335,127 @@ proptest! {
         threshold in prop::sample::select(vec![0u64, 256, 4096]),
         max_write in prop::sample::select(vec![512u32, 1024, 4096, 1 << 31]),
     ) {
-        play(seed, pair_of(rails, qps, if split { qps } else { 1 }, threshold, max_write), 60);
+        play(seed, pair_of(rails, qps, if split { qps } else { 1 }, threshold, max_write), 60, false);
     }
+
+    #[test]
+    fn hinted_and_plain_receives_mix(
+        seed: u64,
+        rails in 1usize..=3,
+        qps in 1usize..=2,
+        max_write in prop::sample::select(vec![512u32, 1 << 31]),
+    ) {
+        play(seed, pair_of(rails, qps, qps, 4096, max_write), 700, true);
+    }
+}
+
+fn buffer(target: &mut [u8], keys: &Keys) -> Buffer {
+    Buffer { address: target.as_mut_ptr() as u64, size: target.len() as u64, tag: 0, keys: NonNull::from(keys) }
+}
+
+/// NCCL may post hinted receives as fast as it likes.
+#[test]
+fn hinted_receives_wait_for_the_count() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let (data, mut target) = ([7u8; 8], [0u8; 8]);
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    let mut sent = 0;
+    for round in 0..1000 {
+        let mut posted = 0;
+        // SAFETY: the arrays outlive the test.
+        while let Some(request) = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault") {
+            assert!(matches!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes: &[8] }));
+            posted += 1;
+            while p.net.borrow_mut().step(&mut rng) {}
+        }
+        assert_eq!(posted, if round == 0 { RING } else { RING / 4 }, "round {round}");
+        assert_eq!(keys.hinted_in_flight(), RING as u32);
+        for _ in 0..RING / 4 {
+            // SAFETY: as above.
+            let request = unsafe { p.sender.isend(data.as_ptr() as u64, 8, 0, NonNull::from(&*keys)) };
+            let request = request.expect("no fault").expect("a credit");
+            while p.net.borrow_mut().step(&mut rng) {}
+            assert_eq!(p.sender.test(request).expect("no fault"), SendProgress::Done { size: 8 });
+            sent += 1;
+        }
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    assert_eq!(target, data);
+    let side = |s: usize| p.net.borrow().sides[s].posts;
+    assert_eq!((side(0), side(1)), (sent + sent / (RING as u64 / 4), sent + RING as u64 * 3 / 4), "one count in 64");
+}
+
+/// Nothing is posted for nothing, also where the application sends nothing else and so never polls.
+#[test]
+fn empty_hinted_sends_are_counted_and_cost_nothing() {
+    let mut p = pair(2, 1, 1, 1 << 14);
+    let keys = keys();
+    let mut target = [0u8; 8];
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    let mut sent = 0;
+    for _ in 0..6000 {
+        // SAFETY: the array outlives the test.
+        if let Some(request) = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault") {
+            assert!(matches!(p.receiver.test(request), Ok(RecvProgress::Done { .. })));
+        }
+        while p.net.borrow_mut().step(&mut rng) {}
+        // SAFETY: as above.
+        if let Some(request) = unsafe { p.sender.isend(64, 0, 0, NonNull::from(&*keys)) }.expect("no fault") {
+            assert_eq!(p.sender.test(request).expect("no fault"), SendProgress::Done { size: 0 });
+            sent += 1;
+        }
+    }
+    assert_eq!(sent, 6000, "nothing ever waited");
+    assert_eq!(keys.in_flight(), 0);
+    assert_eq!(p.net.borrow().sides[0].posts, 6000 / 64, "only counts");
+}
+
+#[test]
+fn hints_that_break_the_rules_are_refused() {
+    let keys = keys();
+    let mut target = [0u8; 8];
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    // An immediate for a hinted receive.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    // SAFETY: the array outlives the test.
+    unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+    // SAFETY: as above.
+    let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    let imm = Imm { sequence: 1, portion: 0, portions: 1, plain: 0 }.pack();
+    p.net.borrow_mut().sides[1].cqs[0].push_back(Wc::arrived(Receiver::<End>::recv_wr_id(0), 8, imm));
+    assert!(matches!(p.receiver.test(r), Err(Fault::Protocol(_))));
+    // A count of what was never posted.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    for _ in 0..RING {
+        // SAFETY: as above.
+        unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").map(|r| p.receiver.test(r).map(|_| ()));
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    p.words[1].store(hint::pack(RING as u32 + 1), Ordering::Relaxed);
+    // SAFETY: as above.
+    let fault = unsafe { p.receiver.irecv_hinted(&b) }.expect_err("257 of 256").to_string();
+    assert!(fault.contains("257") && fault.contains("256"), "{fault}");
+    // A hinted credit where none were agreed.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    p.sender = Sender::new(SenderParts {
+        post: End { net: Rc::clone(&p.net), side: 0 },
+        credits: p.rings[0].ring(Stride::Narrow),
+        lanes: Lanes { rails: 1, qps: 1 },
+        speed: [1; MAX_RAILS],
+        split_threshold: 1 << 14,
+        spread: 1,
+        max_write: 4096,
+        count: None,
+    });
+    // SAFETY: as above.
+    unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+    while p.net.borrow_mut().step(&mut rng) {}
+    // SAFETY: as above.
+    assert!(matches!(unsafe { p.sender.isend(64, 8, 0, NonNull::from(&*keys)) }, Err(Fault::Protocol(_))));
 }
 
 /// What was posted for one message: a NIC that carries it all out, on paper, since no test has such memory.
@@ -371,12 +528,13 @@ fn the_largest_message_fits_whatever_the_shares() {
         let mut pair = pair_of(2, 1, 1, 1 << 14, 4096);
         pair.sender = Sender::new(SenderParts {
             post: End { net: Rc::clone(&pair.net), side: 0 },
-            credits: pair._rings[0].ring(Stride::Narrow),
+            credits: pair.rings[0].ring(Stride::Narrow),
             lanes: Lanes { rails: 2, qps: 1 },
             speed: std::array::from_fn(|i| speeds[i % 2]),
             split_threshold: 1 << 14,
             spread: 1,
             max_write: 4096,
+            count: None,
         });
         let (keys, most) = (keys(), largest_message(4096));
         assert_eq!(on_paper(&mut pair, &keys, most).expect("no fault"), most);
