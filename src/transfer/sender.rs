@@ -234,35 +234,36 @@ impl<P: Post> Sender<P> {
         let mut offset = 0u64;
         for (i, portion) in portions.iter().enumerate() {
             let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
-            let mut left = portion.length;
-            for later in (0..portion.writes).rev() {
-                let length = if later > 0 { self.max_write } else { left };
-                let plain = (portion.writes - 1) as u8;
-                let last = Imm { sequence, portion: i as u8, portions: portions.len() as u8, plain };
-                let id =
-                    WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: length as u32 };
-                let w = WriteWr {
-                    wr_id: id.pack(),
-                    local: data.wrapping_add(offset),
-                    lkey: registration.lkeys[rail],
-                    length: length as u32,
-                    remote: credit.address.wrapping_add(offset),
-                    rkey: self.credits.rkey(position, rail),
-                    imm: (later == 0 && !hinted).then(|| last.pack()),
-                    // Each is retired by its own completion: there are few, and shares count what is still outstanding.
-                    signaled: true,
-                    inline: false,
-                };
-                // SAFETY: the range is part of `data`, registered by this function's contract.
-                if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
-                    return Err(self.stop(Fault::Verb(e)));
+            let mut length = portion.length;
+            if portion.writes != 1 {
+                length = self.plain_writes(index, portion, (data, credit.address, offset), position)?;
+                offset += portion.length - length;
+                if portion.writes == 0 {
+                    break;
                 }
-                self.room[portion.qp] -= 1;
-                self.wrs_out[rail] += 1;
-                self.bytes_out[rail] += length;
-                offset += length;
-                left -= length;
             }
+            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: length as u32 };
+            let plain = (portion.writes - 1) as u8;
+            let w = WriteWr {
+                wr_id: id.pack(),
+                local: data.wrapping_add(offset),
+                lkey: registration.lkeys[rail],
+                length: length as u32,
+                remote: credit.address.wrapping_add(offset),
+                rkey: self.credits.rkey(position, rail),
+                imm: (!hinted)
+                    .then(|| Imm { sequence, portion: i as u8, portions: portions.len() as u8, plain }.pack()),
+                signaled: true,
+                inline: false,
+            };
+            // SAFETY: the range is part of `data`, registered by this function's contract.
+            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+            self.room[portion.qp] -= 1;
+            self.wrs_out[rail] += 1;
+            self.bytes_out[rail] += length;
+            offset += length;
         }
         self.take(position, credit.n);
         if hinted {
@@ -275,6 +276,52 @@ impl<P: Post> Sender<P> {
             }
         }
         Ok(Some(index))
+    }
+
+    /// The writes of a portion but the last, whose length it returns. Each is retired by its own completion: there are few, and
+    /// shares count what is still outstanding. `places`: the message's address here, there, and how much of it is posted.
+    #[cold]
+    fn plain_writes(
+        &mut self,
+        index: u8,
+        portion: &Portion,
+        places: (u64, u64, u64),
+        position: u32,
+    ) -> Result<u64, Fault> {
+        let request = self.requests[usize::from(index)];
+        let (data, address, mut offset) = places;
+        let rail = portion.qp / self.lanes.qps;
+        let length = self.max_write;
+        let id = WrId {
+            kind: Kind::Data,
+            qp: portion.qp as u8,
+            request: index,
+            generation: request.generation,
+            count: length as u32,
+        };
+        for _ in 1..portion.writes {
+            let w = WriteWr {
+                wr_id: id.pack(),
+                local: data.wrapping_add(offset),
+                // SAFETY: the request is open, so its keys are alive by isend's contract.
+                lkey: request.keys.map_or(0, |keys| unsafe { keys.as_ref() }.lkeys[rail]),
+                length: length as u32,
+                remote: address.wrapping_add(offset),
+                rkey: self.credits.rkey(position, rail),
+                imm: None,
+                signaled: true,
+                inline: false,
+            };
+            // SAFETY: as in isend.
+            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+            self.room[portion.qp] -= 1;
+            self.wrs_out[rail] += 1;
+            self.bytes_out[rail] += length;
+            offset += length;
+        }
+        Ok(portion.length - u64::from(portion.writes.saturating_sub(1)) * length)
     }
 
     /// A hinted receive has its send: one QP, so that the bytes land in ascending order, and nothing at all for nothing.
