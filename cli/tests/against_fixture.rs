@@ -39,7 +39,9 @@ mod tests {
         let text = text(&output);
         assert!(output.status.success(), "{text}");
         let list = nccl_rdma("", &["contract", "--list"]);
-        let cases = String::from_utf8_lossy(&list.stdout).lines().count();
+        let list = String::from_utf8_lossy(&list.stdout).into_owned();
+        // One takes long and is played only when it is named.
+        let cases = list.lines().filter(|line| !line.starts_with("huge ")).count();
         assert!(cases >= 40, "{cases} cases");
         // It has version 8, in which no device is fused.
         assert!(text.contains(&format!("\n{} passed, 0 failed, 1 skipped\n", cases - 1)), "{text}");
@@ -68,7 +70,7 @@ mod tests {
 
     #[test]
     fn breaches_of_the_call_rules_are_caught() {
-        caught("keep-request", "send-first", "left the stale request in its slot");
+        caught("keep-request", "send-first", "left what was in the request slot");
         caught("sizes-on-send", "sizes", "wrote more than one size for a send");
         caught("done-unwritten", "sizes", "did not write *done");
         caught("null-close", "close-null", "closeSend returned 4");
