@@ -52,19 +52,22 @@ row() { # name, beginning of the GID, MTU of the second host's interfaces, rails
 
 cases() { printf -- '--only %s ' "$@"; }
 quick="--quick --sizes 0,1,8,4096,64K,1M"
+# With both devices the case of fused ones would use the second.
+one=NCCL_IB_HCA==rxe0
 both=NCCL_NET_RDMA_RAILS=rxe0+rxe1
 ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
 
 # shellcheck disable=SC2046,SC2086
 {
     #   name                       GID    MTU  rails settings driver
-    row "IPv4, all cases"          10.77. 9000 1     ""       $quick
+    row "IPv4, all cases"          10.77. 9000 1     $one     $quick
     row "8 MiB, groups of 1 and 8" 10.77. 9000 1     ""       $(cases large-groups)
     row "IPv6"                     fd77:  9000 1     $ip6     $quick $(cases sizes two-ways groups-8)
     row "MTU 1024 at one end"      10.77. 1500 1     ""       $quick $(cases sizes two-ways groups-8)
     # The cases that a second rail makes another thing of.
     row "two rails"                10.77. 9000 2     $both    $quick $(cases sizes large tags groups-8 two-ways iflush \
         many-connections random mr-while-sending connect-while-sending abort-sends abort-receives dies-sending)
+    row "two devices, fused"       10.77. 9000 2     ""       --quick $(cases fused)
     row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(cases sizes two-ways groups-8)
 }
 [[ $RANK != 0 ]] || printf '\nSoft-RoCE, data: %s rows passed in %s s\n' "$rows" "$SECONDS"
