@@ -197,7 +197,10 @@ struct DemoArgs {
     /// Let a software adapter see all processes as one host
     #[arg(long)]
     same_host: bool,
-    /// Print the plugin's log lines at the end
+    /// Connect anew for each size, after so many seconds of rest
+    #[arg(long, value_name = "S")]
+    anew: Option<u64>,
+    /// Print each rank's log lines of the plugin and how it ended
     #[arg(long, short)]
     verbose: bool,
 }
@@ -207,7 +210,7 @@ impl DemoArgs {
         let sizes = table::doubling(self.min.max(4), self.max);
         anyhow::ensure!(!sizes.is_empty(), "no size between {} and {}", self.min, self.max);
         let iters = usize::try_from(self.iters)?;
-        let job = ring::Job { plugin: self.plugin.path(), dev: self.dev, sizes, iters };
+        let job = ring::Job { plugin: self.plugin.path(), dev: self.dev, sizes, iters, anew: self.anew };
         ring::run(&job, usize::from(self.ranks), self.same_host, self.hosts.open()?.as_ref(), self.verbose)
     }
 }
@@ -224,6 +227,12 @@ struct PerfArgs {
     /// Requests in flight when streaming
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=32))]
     depth: u8,
+    /// Rounds, after one to warm up
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u8).range(1..))]
+    rounds: u8,
+    /// Bytes to stream in a round, at least 4 messages and at most 2000
+    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
+    volume: usize,
     /// Index of the device to use
     #[arg(long, default_value_t = 0)]
     dev: i32,
@@ -235,7 +244,8 @@ struct PerfArgs {
 impl PerfArgs {
     fn run(&self) -> anyhow::Result<()> {
         let (sizes, depth) = (self.sizes.clone(), usize::from(self.depth));
-        let job = perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth };
+        let rounds = usize::from(self.rounds);
+        let job = perf::Job { plugin: self.plugin.path(), dev: self.dev, sizes, depth, rounds, volume: self.volume };
         perf::run(&job, self.same_host, self.hosts.open()?.as_ref())
     }
 }

@@ -12,14 +12,15 @@ use crate::pipe::{self, Batch, Pipe};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
 
-const ROUNDS: usize = 7;
-
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Job {
     pub(crate) plugin: PathBuf,
     pub(crate) dev: i32,
     pub(crate) sizes: Vec<usize>,
     pub(crate) depth: usize,
+    pub(crate) rounds: usize,
+    /// Bytes of a stream.
+    pub(crate) volume: usize,
 }
 
 /// Seconds per message, one figure per round.
@@ -43,7 +44,12 @@ pub(crate) fn run(job: &Job, same_host: bool, meeting: Option<&Meeting>) -> anyh
         dies: None,
         meeting,
     };
-    println!("two processes, plugin {}; stream depth {}; medians of {ROUNDS} rounds", job.plugin.display(), job.depth);
+    println!(
+        "two processes, plugin {}; stream depth {}; medians of {} rounds",
+        job.plugin.display(),
+        job.depth,
+        job.rounds
+    );
     println!("{}", ROWS.head());
     let outcomes = procs::run(&spec, |_, value| {
         if let Ok(row) = serde_json::from_value::<Row>(value) {
@@ -88,7 +94,8 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let send_memory = plugin.reg_mr(pipe.send, &outgoing, 0..outgoing.len())?;
     let recv_memory = plugin.reg_mr(pipe.recv, &incoming, 0..incoming.len())?;
     for &bytes in &job.sizes {
-        let (pings, burst) = (if bytes > 1 << 20 { 20 } else { 200 }, ((64 << 20) / bytes.max(1)).clamp(16, 2000));
+        let fit = job.volume / bytes.max(1);
+        let (pings, burst) = (u32::try_from((fit / 4).clamp(1, 200))?, fit.clamp(4, 2000));
         let ranges = vec![0..bytes; burst];
         let sends = |n: usize| Some(Batch { buffer: &outgoing, memory: send_memory, ranges: &ranges[..n] });
         let recvs = |n: usize| Some(Batch { buffer: &incoming, memory: recv_memory, ranges: &ranges[..n] });
@@ -102,7 +109,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
             _ => pipe.transfer(None, recvs(burst)).and_then(|()| pipe.transfer(sends(1), None)),
         };
         let mut row = Row { bytes, latency: Vec::new(), streaming: Vec::new() };
-        for round in 0..=ROUNDS {
+        for round in 0..=job.rounds {
             let ping_seconds = timed(pings, ping)? / 2.0;
             let stream_seconds = timed(1, stream)? / f64::from(u32::try_from(burst)?);
             // The first round warms up.

@@ -25,6 +25,8 @@ pub(crate) struct Job {
     pub(crate) dev: i32,
     pub(crate) sizes: Vec<usize>,
     pub(crate) iters: usize,
+    /// New connections for each size, after so many seconds of rest.
+    pub(crate) anew: Option<u64>,
 }
 
 /// What ranks report.
@@ -77,7 +79,10 @@ pub(crate) fn run(
     })?;
     bar.finish_and_clear();
     if verbose {
-        outcomes.iter().for_each(|o| o.log.iter().for_each(|line| println!("rank {}: {line}", o.rank)));
+        for o in &outcomes {
+            o.log.iter().for_each(|line| println!("rank {}: {line}", o.rank));
+            println!("rank {}: ended {}", o.rank, o.end.as_ref().err().map_or("well", String::as_str));
+        }
     }
     if let Some(why) = procs::failure(&outcomes) {
         anyhow::bail!("{why}");
@@ -96,14 +101,23 @@ pub(crate) fn run(
 pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::Result<()> {
     let (plugin, properties) = pipe::open(&job.plugin, None, job.dev)?;
     let (rank, n) = (seat.rank, seat.ranks);
-    let pipe = Pipe::connect(&plugin, mail, job.dev, (rank + 1) % n, (rank + n - 1) % n, DEPTH)?;
+    let most = job.sizes.iter().copied().max().unwrap_or(0);
+    let connect = |mail: &mut Mailbox| {
+        let pipe = Pipe::connect(&plugin, mail, job.dev, (rank + 1) % n, (rank + n - 1) % n, DEPTH)?;
+        Ring::new(&plugin, pipe, rank, n, most)
+    };
+    let mut ring = connect(mail)?;
     mail.report(&Note::Using {
         network: plugin.name().to_owned(),
         device: properties.name,
         speed_mbps: properties.speed_mbps,
     })?;
-    let mut ring = Ring::new(&plugin, pipe, rank, n, job.sizes.iter().copied().max().unwrap_or(0))?;
     for (round, &bytes) in job.sizes.iter().enumerate() {
+        if let Some(rest) = job.anew.filter(|_| round > 0) {
+            mail.barrier(Instant::now() + Duration::from_secs(60))?;
+            std::thread::sleep(Duration::from_secs(rest));
+            std::mem::replace(&mut ring, connect(mail)?).close()?;
+        }
         let count = bytes / 4;
         ring.fill(count, round);
         let mut wrong = 0;

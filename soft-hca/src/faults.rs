@@ -1,10 +1,14 @@
 //! Failures on order, for tests of error paths: `SOFT_HCA_FAIL` is a comma-separated list of
 //! `verb:nth:errno` (the nth call of a verb fails; `nth+`: that one and all after it) and
-//! `send_wr:nth:STATUS/vendor` (the nth send work request of the process completes with that status).
+//! `send_wr:nth:STATUS/vendor` (the nth send work request of the process completes with that status; `NEVER`: it is not
+//! carried out and never completes, as over a cut link by a device that retries for ever, and all behind it on its queue
+//! pair waits).
 use crate::fabric::errno_by_name;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub const FAIL_VAR: &str = "SOFT_HCA_FAIL";
+/// The status of a work request that never completes.
+pub const NEVER: u32 = u32::MAX;
 
 #[derive(Debug, Default)]
 pub struct Faults {
@@ -78,8 +82,11 @@ fn parse_rule(part: &str) -> Option<Rule> {
     let nth = nth.trim_end_matches('+').parse().ok().filter(|&nth| nth > 0)?;
     let (code, vendor) = if verb == "send_wr" {
         let (status, vendor) = what.split_once('/').unwrap_or((what, "0"));
-        let code = (0..STATUS.len()).find(|&code| STATUS[code] == status)?;
-        (u32::try_from(code).ok()?, vendor.parse().ok()?)
+        let code = match status {
+            "NEVER" => NEVER,
+            _ => u32::try_from((0..STATUS.len()).find(|&code| STATUS[code] == status)?).ok()?,
+        };
+        (code, vendor.parse().ok()?)
     } else {
         (u32::try_from(errno_by_name(what)?).ok()?, 0)
     };
@@ -125,12 +132,14 @@ mod tests {
 
     #[test]
     fn the_nth_call_fails_and_no_other() {
-        let faults = Faults::parse("create_qp:2:ENOMEM, modify_qp:3+:110,send_wr:2:RETRY_EXC_ERR/129").unwrap();
+        let plan = "create_qp:2:ENOMEM, modify_qp:3+:110,send_wr:2:RETRY_EXC_ERR/129,send_wr:4+:NEVER";
+        let faults = Faults::parse(plan).unwrap();
         let calls = |verb| (0..5).map(|_| faults.verb(verb)).collect::<Vec<_>>();
         assert_eq!(calls("create_qp"), [None, Some(libc::ENOMEM), None, None, None]);
         assert_eq!(calls("modify_qp"), [None, None, Some(110), Some(110), Some(110)]);
         assert_eq!(calls("reg_mr"), [None; 5]);
-        assert_eq!([faults.send(), faults.send(), faults.send()], [None, Some((12, 129)), None]);
+        let never = Some((NEVER, 0));
+        assert_eq!([(); 5].map(|()| faults.send()), [None, Some((12, 129)), None, never, never]);
     }
 
     #[test]

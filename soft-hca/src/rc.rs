@@ -6,6 +6,7 @@ mod landing;
 use crate::abi::{access, send_flag};
 use crate::adapter::Adapter;
 use crate::copy;
+use crate::faults::NEVER;
 use crate::gpu::{Copied, Gpus, Mem, REFERENCE, Reference, Ticket};
 use crate::link::{Links, Peer, Sent};
 use crate::qp::{Attr, NUM_MASK, Op, Qp, RecvWqe, SendWqe, Sge, State, status, vendor_code};
@@ -642,6 +643,9 @@ impl World {
         if offset == 0
             && let Some((code, vendor)) = self.refusal(wqe, &qp)
         {
+            if code == NEVER {
+                return false;
+            }
             // Failures are reported in order: those sent before have to be answered first.
             let Some(conn) = self.conn_mut(index) else { return false };
             if conn.una == at {

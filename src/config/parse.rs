@@ -104,21 +104,26 @@ impl Value for bool {
     }
 }
 
-/// -1 is "not set".
-impl Value for Option<u8> {
-    fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
-        let (value, told) = ranged(text, spec)?;
-        Ok((u8::try_from(value).ok(), told))
-    }
+macro_rules! optional_integers {
+    ($($type:ty),*) => {$(
+        /// -1 is "not set".
+        impl Value for Option<$type> {
+            fn parse(text: &str, spec: &Spec) -> Result<(Self, Option<Note>), String> {
+                let (value, told) = ranged(text, spec)?;
+                Ok((<$type>::try_from(value).ok(), told))
+            }
 
-    fn show(&self) -> String {
-        self.map_or_else(|| "-1".to_owned(), |v| v.to_string())
-    }
+            fn show(&self) -> String {
+                self.map_or_else(|| "-1".to_owned(), |v| v.to_string())
+            }
 
-    fn valid(spec: &Spec) -> String {
-        range(spec)
-    }
+            fn valid(spec: &Spec) -> String {
+                range(spec)
+            }
+        }
+    )*};
 }
+optional_integers!(u8, u32);
 
 impl Value for Option<String> {
     fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {

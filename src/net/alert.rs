@@ -6,13 +6,17 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::rendezvous::ControlHandle;
+use crate::transfer::Owed;
 
 use super::NetError;
 use super::comm::MrHandle;
 use super::hello::kind;
+use super::stall::{Found, Vigil};
 
 const FAILED: u32 = 1;
 const PEER_CLOSED: u32 = 2;
+/// The connection is to look at its progress.
+const LOOK: u32 = 4;
 
 /// How long data may still surface after the peer closed in good order.
 const GRACE: Duration = Duration::from_secs(2);
@@ -31,6 +35,8 @@ pub(crate) struct Alert {
 #[derive(Debug, Default)]
 struct Cold {
     cause: Option<NetError>,
+    /// Watches over progress; None: nothing is too long.
+    vigil: Option<Vigil>,
     /// What the peer had received when it closed in good order, and when we learnt of it.
     closed: Option<(u32, Instant)>,
 }
@@ -104,6 +110,32 @@ impl Alert {
     /// Transfers under way, as far as another thread than that of the data path can tell.
     pub(super) fn under_way(&self) -> u32 {
         self.handles().iter().filter_map(Weak::upgrade).map(|h| h.in_flight()).sum()
+    }
+
+    /// Watches over progress from now on.
+    pub(super) fn watch(&self, vigil: Vigil) {
+        self.cold().vigil = Some(vigil);
+    }
+
+    /// Has the next call of the data path look at its progress.
+    pub(super) fn ask(&self) {
+        self.word.fetch_or(LOOK, Ordering::Relaxed);
+    }
+
+    /// Whether a look was asked for; once for each time that it was.
+    #[cold]
+    pub(super) fn asked(&self) -> bool {
+        self.word.fetch_and(!LOOK, Ordering::Relaxed) & LOOK != 0
+    }
+
+    /// A look at the progress, with the limit that is kept.
+    #[cold]
+    pub(super) fn look(&self, owed: Owed) -> (Found, Duration) {
+        let mut cold = self.cold();
+        match &mut cold.vigil {
+            Some(vigil) => (vigil.look(owed), vigil.limit()),
+            None => (Found::Progress, Duration::MAX),
+        }
     }
 
     /// The peer closed in good order.

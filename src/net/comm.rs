@@ -12,14 +12,16 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Memory, Pages, Registration};
 use crate::transfer::{
-    Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, QpSet, RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS,
-    SendProgress, Sender,
+    Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, QpSet, RECV_REQUESTS, Receiver, RecvProgress,
+    SEND_REQUESTS, SendProgress, Sender,
 };
 use crate::verbs::{Access, Mr};
 
 use super::alert::{Alert, Attention};
 use super::device::Port;
+use super::endpoint::SEND_QUEUE;
 use super::hello::{Bye, Who, kind};
+use super::stall::Found;
 use super::{Code, NetError};
 
 /// Requests are handed to NCCL as the comm's address plus their index, so the low byte of a comm's address is 0.
@@ -220,6 +222,39 @@ impl Base {
         }
     }
 
+    /// The background thread asked for a look. True where this side should ask for an acknowledgement of what it has sent;
+    /// an error where the peer's NIC owes one for too long. `routes` are those that owe it.
+    fn look(&self, owed: Owed, routes: impl FnOnce() -> String) -> Result<bool, NetError> {
+        // What a peer that has closed owes will never come, and was settled with its last word.
+        if self.alert.has_closed() || self.alert.has_failed() {
+            return Ok(false);
+        }
+        let (waited, limit) = match self.alert.look(owed) {
+            (Found::Stalled(waited), limit) => (waited, limit),
+            (found, _) => return Ok(found == Found::Quiet),
+        };
+        let told = if self.nic_patience.is_finite() {
+            format!("although it was told to try for {:.1} s", self.nic_patience)
+        } else {
+            "as it was told to try for ever (NCCL_IB_TIMEOUT=0)".to_owned()
+        };
+        Err(self.end(NetError::new(
+            Code::Remote,
+            format!(
+                "no progress to peer {} for {:.1} s: its NIC has not acknowledged {} work request(s) of {} bytes, the limit is \
+                 {:.1} s (NCCL_NET_RDMA_STALL_TIMEOUT), and the local NIC reports no error, {told}; waiting: {}; the peer's TCP \
+                 connection is still open: look at the link and switch counters of these ports, and whether their GIDs can reach \
+                 each other",
+                self.peer,
+                waited.as_secs_f64(),
+                owed.requests,
+                owed.bytes,
+                limit.as_secs_f64(),
+                routes(),
+            ),
+        )))
+    }
+
     /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory.
     fn fence(&self) {
         // Whoever comes second waits for the first: memory may be freed after this returns.
@@ -409,7 +444,7 @@ impl Comm {
         // SAFETY: one data path call at a time, by this function's contract.
         let receiver = unsafe { &mut *comm.hot.get() };
         if comm.base.alert.raised() {
-            comm.mind()?;
+            comm.mind(receiver)?;
         }
         // SAFETY: as in isend.
         match unsafe { receiver.irecv(buffers.as_slice()) } {
@@ -427,7 +462,7 @@ impl Comm {
         // SAFETY: one data path call at a time, by this function's contract.
         let receiver = unsafe { &mut *comm.hot.get() };
         if comm.base.alert.raised() {
-            comm.mind()?;
+            comm.mind(receiver)?;
         }
         // SAFETY: as in isend.
         match unsafe { receiver.iflush(buffers.as_slice()) } {
@@ -465,7 +500,7 @@ impl Comm {
                 let receiver = unsafe { &mut *comm.hot.get() };
                 let alarmed = comm.base.alert.raised();
                 if alarmed {
-                    comm.mind()?;
+                    comm.mind(receiver)?;
                 }
                 let tested = if index < RECV_REQUESTS {
                     receiver.test(low_byte(index)).map(|p| match p {
@@ -518,6 +553,14 @@ impl SendComm {
     /// Something happened beside the data path.
     #[cold]
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
+        // A fault that polling finds is told by the call that goes on from here.
+        if self.base.alert.asked() && sender.poll().is_ok() {
+            self.base.look(sender.owed(), || {
+                let owes = |qp: &usize| sender.room(*qp) < SEND_QUEUE;
+                let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| owes(qp));
+                routes.map(|(_, route)| route.as_str()).collect::<Vec<_>>().join("; ")
+            })?;
+        }
         match self.base.alert.attention() {
             None => Ok(()),
             Some(Attention::Failed(cause)) => {
@@ -555,7 +598,14 @@ impl SendComm {
 
 impl RecvComm {
     #[cold]
-    fn mind(&self) -> Result<(), NetError> {
+    fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
+        // As for a sender. Credits go over the first QP.
+        if self.base.alert.asked()
+            && receiver.poll().is_ok()
+            && self.base.look(receiver.owed(), || self.base.routes[0].clone())?
+        {
+            receiver.probe().map_err(|fault| self.base.fail(&fault))?;
+        }
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => {
                 self.base.fence();

@@ -19,6 +19,7 @@ use super::device::{Device, Port};
 use super::endpoint::{Draft, Role, SEND_QUEUE};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
+use super::stall::{self, Vigil};
 use super::{Code, NetError, control};
 
 /// How long a listener may be out of reach: it was there before its handle was.
@@ -354,6 +355,11 @@ pub(super) fn base(
         0 => f64::INFINITY,
         t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),
     };
+    if let Some(limit) = stall::limit(config, nic_patience) {
+        alert.watch(Vigil::new(limit));
+        stall::enroll(&alert)
+            .map_err(|e| NetError::new(Code::System, format!("the connection to peer {peer} can't be watched: {e}")))?;
+    }
     Ok(Base {
         alert,
         qps,

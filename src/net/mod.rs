@@ -15,6 +15,7 @@ mod fusion;
 mod gpu;
 mod hello;
 mod listen;
+mod stall;
 #[cfg(test)]
 mod tests;
 

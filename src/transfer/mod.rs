@@ -34,7 +34,7 @@ mod wr_id;
 
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
 pub use sender::{SendProgress, Sender, SenderParts};
-pub use wire::{Fault, Flight, Keys, Lanes, Post, QpSet, RailLink};
+pub use wire::{Fault, Flight, Keys, Lanes, Owed, Post, QpSet, RailLink};
 
 /// Entries of a credit ring; a power of two, and at least `NCCL_NET_MAX_REQUESTS` groups of [`MAX_GROUP`].
 pub const RING: usize = 256;

@@ -11,7 +11,7 @@ use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 
 use super::credit::{Credit, CreditRing, sequence, slot};
 use super::imm::Imm;
-use super::wire::{Fault, Keys, Lanes, Post};
+use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{CREDIT_WRS, FLUSH_WRS, FLUSHES, MAX_GROUP, MAX_RAILS, RECV_BATCH, RECV_REQUESTS, RING};
 
@@ -188,6 +188,41 @@ impl<P: Post> Receiver<P> {
     /// Positions whose message has not arrived.
     pub fn open(&self) -> u32 {
         self.open
+    }
+
+    /// What the peer's NIC owes: acknowledgements of credits, as far as they were asked for.
+    pub fn owed(&self) -> Owed {
+        let requests = CREDIT_WRS as u32 - self.credit_unsignaled - self.credit_room;
+        Owed {
+            mark: u64::from(self.tail) << 32 | u64::from(self.open) << 16 | u64::from(self.credit_unsignaled),
+            requests,
+            bytes: u64::from(requests) * self.shadow.stride().bytes() as u64,
+        }
+    }
+
+    /// Asks for an acknowledgement of the credits that receives still wait for an answer to, where none was asked for: by a
+    /// write of nothing behind them.
+    #[cold]
+    pub fn probe(&mut self) -> Result<(), Fault> {
+        if self.open == 0 || self.credit_unsignaled == 0 || self.credit_room == 0 || self.fault.is_some() {
+            return Ok(());
+        }
+        let id = WrId { kind: Kind::Credit, qp: 0, request: 0, generation: 0, count: self.credit_unsignaled + 1 };
+        self.credit_unsignaled = 0;
+        self.credit_room -= 1;
+        let nothing = WriteWr {
+            wr_id: id.pack(),
+            local: self.shadow.address(0),
+            lkey: self.shadow_lkey,
+            length: 0,
+            remote: self.ring_address,
+            rkey: self.ring_rkey,
+            imm: None,
+            signaled: true,
+            inline: false,
+        };
+        // SAFETY: it has no local range.
+        unsafe { self.post.write(0, &nothing) }.map_err(|e| self.stop(Fault::Verb(e)))
     }
 
     /// Posts a receive of 1 to [`MAX_GROUP`] buffers; None is "again": no room.

@@ -11,7 +11,7 @@ use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
 use super::credit::{Credit, CreditRing, sequence};
 use super::imm::Imm;
 use super::split;
-use super::wire::{Fault, Keys, Lanes, Post};
+use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS};
 
@@ -135,6 +135,20 @@ impl<P: Post> Sender<P> {
     /// Completions that belonged to no open request.
     pub fn stale(&self) -> u64 {
         self.stale
+    }
+
+    /// What the peer's NIC owes.
+    pub fn owed(&self) -> Owed {
+        Owed {
+            mark: u64::from(self.head) << 8 | u64::from(self.matched),
+            requests: self.wrs_out.iter().sum(),
+            bytes: self.bytes_out.iter().sum(),
+        }
+    }
+
+    /// Room in the send queue of QP `qp`.
+    pub fn room(&self, qp: usize) -> u32 {
+        self.room[qp]
     }
 
     /// Starts a send; None is "again": no credit yet, none with this tag in the group at the head, or no room.

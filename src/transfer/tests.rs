@@ -407,6 +407,70 @@ fn a_portion_counts_once_and_never_past_the_buffer() {
     assert!(p.receiver.test(r).is_err(), "9 bytes for a receive of 8");
 }
 
+/// A watch over progress must not take one for the other: nothing owed, owed still, owed anew.
+#[test]
+fn what_is_owed_changes_with_whatever_moves() {
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let keys = keys();
+    let (mut buffer, data) = ([0u8; 64], [1u8; 64]);
+    let mut receive = |p: &mut Pair| {
+        let b = Buffer { address: buffer.as_mut_ptr() as u64, size: 64, tag: 0, keys: NonNull::from(&*keys) };
+        // SAFETY: the buffer and its keys outlive the pair's use of them.
+        unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room")
+    };
+    let send = |p: &mut Pair| {
+        // SAFETY: as above.
+        unsafe { p.sender.isend(data.as_ptr() as u64, 64, 0, NonNull::from(&*keys)) }
+            .expect("no fault")
+            .expect("a credit")
+    };
+    let mut rng = Rng(1);
+    let idle = p.sender.owed();
+    assert_eq!((idle.requests, p.receiver.owed().requests), (0, 0));
+    receive(&mut p);
+    receive(&mut p);
+    while p.net.borrow_mut().step(&mut rng) {}
+    send(&mut p);
+    let one = p.sender.owed();
+    assert_eq!((one.requests, one.bytes, p.sender.room(0)), (1, 64, SEND_REQUESTS as u32 - 1));
+    p.sender.poll().expect("no fault");
+    assert_eq!(p.sender.owed(), one, "nothing has moved");
+    while p.net.borrow_mut().step(&mut rng) {}
+    send(&mut p);
+    p.sender.poll().expect("no fault");
+    let another = p.sender.owed();
+    assert!(another.requests == 1 && another != one, "one has completed and another was posted");
+    // The receiving side: what arrives shows.
+    let before = p.receiver.owed();
+    p.receiver.poll().expect("no fault");
+    assert_ne!(p.receiver.owed(), before);
+}
+
+/// Credits ask for an acknowledgement now and then only: one that is lost would be missed by nobody.
+#[test]
+fn credits_are_asked_after_when_no_answer_comes() {
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let keys = keys();
+    let mut buffer = [0u8; 64];
+    let posts = |p: &Pair| p.net.borrow().sides[1].posts;
+    p.receiver.probe().expect("no fault");
+    assert_eq!(posts(&p), 0, "no credit is out");
+    let b = Buffer { address: buffer.as_mut_ptr() as u64, size: 64, tag: 0, keys: NonNull::from(&*keys) };
+    // SAFETY: as above.
+    unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    assert_eq!((posts(&p), p.receiver.owed().requests), (1, 0));
+    for _ in 0..3 {
+        p.receiver.probe().expect("no fault");
+        assert_eq!((posts(&p), p.receiver.owed().requests), (2, 2), "once");
+    }
+    let mut rng = Rng(1);
+    while p.net.borrow_mut().step(&mut rng) {}
+    p.receiver.poll().expect("no fault");
+    assert_eq!(p.receiver.owed().requests, 0);
+    p.receiver.probe().expect("no fault");
+    assert_eq!(posts(&p), 2, "they are there");
+}
+
 #[test]
 fn flushes_do_not_run_out() {
     let mut p = pair(2, 1, 1, 1 << 14);

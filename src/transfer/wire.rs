@@ -54,6 +54,17 @@ impl Flight {
     }
 }
 
+/// What one side waits for from the peer's NIC. Two that are equal and not empty: nothing was acknowledged in between.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Owed {
+    /// Changes with what is posted and what arrives.
+    pub mark: u64,
+    /// Work requests posted and not acknowledged.
+    pub requests: u32,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
 /// Where the data path posts and polls; the engine's is [`QpSet`], tests bring their own.
 pub trait Post {
     /// Posts one write on a QP of the connection.

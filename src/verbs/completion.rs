@@ -121,6 +121,10 @@ impl Failure {
             s::IBV_WC_REM_OP_ERR => {
                 "the peer's NIC could not carry out the request: with GPU memory look at ACS and the IOMMU of the peer host"
             }
+            s::IBV_WC_LOC_QP_OP_ERR => {
+                "the local NIC could not carry out the request: with RoCE see whether its interface is up and still has the \
+                 address of the GID above"
+            }
             s::IBV_WC_LOC_LEN_ERR => "a message was longer than the port allows, or the path MTUs of both ends differ",
             s::IBV_WC_WR_FLUSH_ERR => {
                 "the queue pair was moved to the error state; an event or the peer's log has the cause"

@@ -22,4 +22,6 @@ mod service;
 #[cfg(test)]
 mod setup;
 #[cfg(test)]
+mod stall;
+#[cfg(test)]
 mod verbs;

@@ -1,9 +1,11 @@
 #!/bin/bash
 # The contract driver between two hosts over the kernel's Soft-RoCE, every byte checked. Runs on both machines of ci/vm, once
 # for each row of the table at the end; needs dist/.
+#   data.sh [REGEX]   only the rows whose name it matches
 set -euo pipefail
 plugin=$PWD/dist/lib/libnccl-net-rdma.so
 nccl_rdma=$PWD/dist/bin/nccl-rdma
+only=${1:-}
 # Two cases wait for a listener that has gone.
 export NCCL_NET_RDMA_CONNECT_TIMEOUT=8
 
@@ -21,6 +23,7 @@ packets() { # that each rail has sent
 # that the plugin chose, and how many rails send packets.
 rows=0
 row() { # name, beginning of the GID, MTU of the second host's interfaces, rails, settings of the plugin, arguments of the driver
+    [[ $1 =~ $only ]] || return 0
     local name=$1 gid=$2 mtu=$3 rails=$4 settings start=$SECONDS before after rail said roce_mtu=4096
     read -ra settings <<<"$5"
     shift 5
@@ -47,7 +50,7 @@ row() { # name, beginning of the GID, MTU of the second host's interfaces, rails
     [[ $RANK != 0 ]] || echo "$name: passed, $((SECONDS - start)) s; ${said#*; }"
 }
 
-only() { printf -- '--only %s ' "$@"; }
+cases() { printf -- '--only %s ' "$@"; }
 quick="--quick --sizes 0,1,8,4096,64K,1M"
 both=NCCL_NET_RDMA_RAILS=rxe0+rxe1
 ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
@@ -56,10 +59,12 @@ ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
 {
     #   name                       GID    MTU  rails settings driver
     row "IPv4, all cases"          10.77. 9000 1     ""       $quick
-    row "8 MiB, groups of 1 and 8" 10.77. 9000 1     ""       $(only large-groups)
-    row "IPv6"                     fd77:  9000 1     $ip6     $quick $(only sizes two-ways groups-8)
-    row "MTU 1024 at one end"      10.77. 1500 1     ""       $quick $(only sizes two-ways groups-8)
-    row "two rails, all cases"     10.77. 9000 2     $both    $quick
-    row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(only sizes two-ways groups-8)
+    row "8 MiB, groups of 1 and 8" 10.77. 9000 1     ""       $(cases large-groups)
+    row "IPv6"                     fd77:  9000 1     $ip6     $quick $(cases sizes two-ways groups-8)
+    row "MTU 1024 at one end"      10.77. 1500 1     ""       $quick $(cases sizes two-ways groups-8)
+    # The cases that a second rail makes another thing of.
+    row "two rails"                10.77. 9000 2     $both    $quick $(cases sizes large tags groups-8 two-ways iflush \
+        many-connections random mr-while-sending connect-while-sending abort-sends abort-receives dies-sending)
+    row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(cases sizes two-ways groups-8)
 }
 [[ $RANK != 0 ]] || printf '\nSoft-RoCE, data: %s rows passed in %s s\n' "$rows" "$SECONDS"
