@@ -18,6 +18,7 @@ use crate::transfer::{
 use crate::verbs::{Access, Mr};
 
 use super::alert::{Alert, Attention};
+use super::control::{self, News};
 use super::device::Port;
 use super::endpoint::SEND_QUEUE;
 use super::hello::{Bye, Who, kind};
@@ -166,7 +167,18 @@ impl Base {
     /// Ends the connection with an error, unless it had an earlier one; the first cause is printed.
     #[cold]
     fn end(&self, error: NetError) -> NetError {
-        if self.alert.fail(error.clone(), |e| tracing::warn!(target: "init", "{}", e.text)) {
+        self.end_told(error, |e| tracing::warn!(target: "init", "{}", e.text))
+    }
+
+    /// The peer, which may do the same to hundreds of connections, closed this one too early.
+    #[cold]
+    fn left(&self, what: &str) -> NetError {
+        let error = NetError::new(Code::Remote, format!("peer {} closed the connection; {what}", self.peer));
+        self.end_told(error, |e| control::warn(&self.peer, News::Left, &e.text))
+    }
+
+    fn end_told(&self, error: NetError, print: impl FnOnce(&NetError)) -> NetError {
+        if self.alert.fail(error.clone(), print) {
             self.alert.tell(&error.text);
             self.fence();
             return error;
@@ -570,8 +582,7 @@ impl SendComm {
             Some(Attention::PeerClosed { received, .. }) => {
                 sender.settle(received);
                 if starting {
-                    let text = format!("peer {} closed the connection; a send was still to come", self.base.peer);
-                    return Err(self.base.end(NetError::new(Code::Remote, text)));
+                    return Err(self.base.left("a send was still to come"));
                 }
                 Ok(())
             }
@@ -620,10 +631,7 @@ impl RecvComm {
     fn abandoned(&self) -> Result<Tested<'static>, NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => Err(cause),
-            Some(Attention::PeerClosed { over: true, .. }) => {
-                let text = format!("peer {} closed the connection; a receive is still open", self.base.peer);
-                Err(self.base.end(NetError::new(Code::Remote, text)))
-            }
+            Some(Attention::PeerClosed { over: true, .. }) => Err(self.base.left("a receive is still open")),
             _ => Ok(Tested::Pending),
         }
     }
@@ -632,7 +640,7 @@ impl RecvComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::tests::{Warnings, connection, engine, until};
+    use crate::net::tests::{Lines, connection, engine, until};
 
     /// Registers an array on a comm; it must outlive the comm.
     fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Arc<MrHandle> {
@@ -714,14 +722,14 @@ mod tests {
         let (send, recv) = connection(&engine);
         let mr = register(&send, &from);
         close(recv);
-        let warnings = Warnings::default();
-        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
         until("the peer's last word", || send.base().alert.has_closed().then_some(()));
         for _ in 0..3 {
             let error = isend(&send, &from, &mr).expect_err("nobody receives");
             assert!(error.text.contains("closed the connection"), "{error}");
         }
-        assert_eq!(warnings.take().len(), 1);
+        assert_eq!(lines.take().len(), 1);
         close(send);
     }
 
@@ -733,12 +741,12 @@ mod tests {
         let mr = register(&recv, &to);
         let receive = irecv(&recv, &mut to, &mr).expect("no fault").expect("room");
         close(send);
-        let warnings = Warnings::default();
-        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
         let first = until("the error", || test(receive).err());
         assert!(first.text.contains("a receive is still open"), "{first}");
         assert_eq!(test(receive).expect_err("it stays"), first);
-        assert_eq!(warnings.take(), [first.text]);
+        assert_eq!(lines.take(), [first.text]);
         close(recv);
     }
 
