@@ -23,7 +23,7 @@ use super::device::Port;
 use super::endpoint::SEND_QUEUE;
 use super::hello::{Bye, Who, kind};
 use super::stall::Found;
-use super::{Code, NetError};
+use super::{Code, NetError, fork};
 
 /// Requests are handed to NCCL as the comm's address plus their index, so the low byte of a comm's address is 0.
 const _: () = assert!(align_of::<Comm>() == 256);
@@ -565,6 +565,7 @@ impl SendComm {
     /// Something happened beside the data path.
     #[cold]
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
+        fork::refuse_child()?;
         // A fault that polling finds is told by the call that goes on from here.
         if self.base.alert.asked() && sender.poll().is_ok() {
             self.base.look(sender.owed(), || {
@@ -610,6 +611,7 @@ impl SendComm {
 impl RecvComm {
     #[cold]
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
+        fork::refuse_child()?;
         // As for a sender. Credits go over the first QP.
         if self.base.alert.asked()
             && receiver.poll().is_ok()
