@@ -77,6 +77,55 @@ mod tests {
         println!("{name}: {}", text.lines().last().unwrap_or(""));
     }
 
+    /// The same with ports whose messages have at most so many bytes.
+    fn short(fabric: &str, max_msg_sz: &[u32]) -> String {
+        let mut sizes = max_msg_sz.iter().cycle();
+        let line = |line: &str| match line.starts_with("node_guid") {
+            true => format!("{line}\nmax_msg_sz = {}\n", sizes.next().expect("a cycle")),
+            false => format!("{line}\n"),
+        };
+        fabric.lines().map(line).collect()
+    }
+
+    /// Receives without completion where the second rail is slow, so that their data, credits and counts cross.
+    #[test]
+    fn hinted_receives_over_uneven_rails() {
+        let only = ["--only", "hinted", "--only", "hinted-empty", "--only", "ll-lines"];
+        for (name, qps, late) in [("rail 0 late", "1", [300, 0]), ("rail 1 late", "2", [0, 300])] {
+            let settings = [("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"), ("NCCL_IB_QPS_PER_CONNECTION", qps)];
+            let mut late = late.iter().cycle();
+            let line = |line: &str| match line.starts_with("link_layer") {
+                true => format!("{line}\nlatency_us = {}\n", late.next().expect("a cycle")),
+                false => format!("{line}\n"),
+            };
+            let fabric: String = fabric(8, 2, "Ethernet").lines().map(line).collect();
+            for seed in ["1", "2"] {
+                play(name, Some(fabric.clone()), &settings, &[&only[..], &["--quick", "--seed", seed]].concat());
+            }
+        }
+    }
+
+    /// Most messages are several writes, with NICs that refuse longer ones.
+    #[test]
+    fn a_port_with_short_messages() {
+        play("short messages", Some(short(&fabric(8, 1, "Ethernet"), &[256 << 10])), &[], &["--procs", "2", "--quick"]);
+    }
+
+    /// The agreed largest write is that of the least port of either end.
+    #[test]
+    fn two_rails_with_short_messages() {
+        let settings = [("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"), ("NCCL_NET_RDMA_SPLIT_THRESHOLD", "512")];
+        let fabric = short(&fabric(8, 2, "Ethernet"), &[1 << 20, 300_001, 1 << 30, 512 << 10]);
+        play("short messages, two rails", Some(fabric), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    /// 128 writes, all that the send queue takes, as 1 GiB is with Soft-RoCE, whose messages have at most 8 MiB.
+    #[test]
+    fn the_largest_message() {
+        let fabric = short(&fabric(8, 1, "Ethernet"), &[256 << 10]);
+        play("the largest message", Some(fabric), &[], &["--only", "sizes", "--sizes", "32M"]);
+    }
+
     /// Everything, every size, with the defaults of a machine without a fabric file.
     #[test]
     fn one_rail_one_qp() {

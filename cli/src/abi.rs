@@ -37,6 +37,8 @@ const CANARY: c_int = 0x5ca1_ab1e;
 const POISON_INT: c_int = 0xaaaa_aaaa_u32.cast_signed();
 /// What a request slot holds before each call: a pointer that a plugin which forgets to write it would hand back.
 const STALE: usize = 0xdead_0000_0000_beef;
+/// `NCCL_NET_OPTIONAL_RECV_COMPLETION`: in the request slot of an irecv that needs no completion.
+const OPTIONAL_COMPLETION: usize = 1;
 
 /// What every byte of properties holds before the plugin writes them.
 const POISON: u8 = 0xaa;
@@ -825,8 +827,8 @@ impl Plugin {
 
     fn posted(call: &'static str, code: c_int, request: *mut c_void) -> Result<Option<Request>, Fault> {
         checked(call, code)?;
-        if request.addr() == STALE {
-            return Err(Fault::broken(call, "left the stale request in its slot; NCCL would test a freed request"));
+        if request.addr() == STALE || request.addr() == OPTIONAL_COMPLETION {
+            return Err(Fault::broken(call, "left what was in the request slot; NCCL would take it for a request"));
         }
         Ok((!request.is_null()).then_some(Request(request)))
     }
@@ -870,13 +872,25 @@ impl Plugin {
 
     /// None: again later. The argument arrays are overwritten as soon as the call is over.
     pub(crate) fn irecv(&self, comm: RecvComm, slots: &[Slot<'_>]) -> Result<Option<Request>, Fault> {
+        self.irecv_with(comm, slots, STALE)
+    }
+
+    /// As [`Plugin::irecv`], of a receive whose data tell by themselves when they are there, so that it may be done before;
+    /// it stays a plain one for a version that does not know such, and for a plugin that does not care.
+    pub(crate) fn irecv_hinted(&self, comm: RecvComm, slot: Slot<'_>) -> Result<Option<Request>, Fault> {
+        // What NCCL makes of it for older versions.
+        let hint = if self.version < Version::V9 { 0 } else { OPTIONAL_COMPLETION };
+        self.irecv_with(comm, &[slot], hint)
+    }
+
+    fn irecv_with(&self, comm: RecvComm, slots: &[Slot<'_>], held: usize) -> Result<Option<Request>, Fault> {
         let irecv = entry!(self.irecv.get());
         let mut args = Arguments::new(slots);
         for (i, slot) in slots.iter().enumerate() {
             args.long_sizes[i] = slot.range.len();
             args.sizes[i] = int(slot.range.len());
         }
-        let mut request = ptr::without_provenance_mut(STALE);
+        let mut request = ptr::without_provenance_mut(held);
         let (n, data, tags, memory) =
             (int(slots.len()), args.data.as_mut_ptr(), args.tags.as_mut_ptr(), args.memory.as_mut_ptr());
         let (sizes, long_sizes) = (args.sizes.as_mut_ptr(), args.long_sizes.as_mut_ptr());

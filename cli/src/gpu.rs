@@ -288,27 +288,61 @@ pub(crate) struct Kernel(cuda::CUfunction);
 #[derive(Clone, Copy)]
 struct UniqueId([u8; 128]);
 
-/// Element types that are checked, with NCCL's numbers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Element types of NCCL.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, clap::ValueEnum)]
+#[value(rename_all = "lower")]
 pub(crate) enum Kind {
+    Int8,
+    Uint8,
     Int32,
-    Float32,
+    Uint32,
+    Int64,
+    Uint64,
+    Half,
+    Float,
+    Double,
+    Bfloat16,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 2] = [Self::Float32, Self::Int32];
-
     pub(crate) fn name(self) -> &'static str {
         match self {
+            Self::Int8 => "int8",
+            Self::Uint8 => "uint8",
             Self::Int32 => "int32",
-            Self::Float32 => "float",
+            Self::Uint32 => "uint32",
+            Self::Int64 => "int64",
+            Self::Uint64 => "uint64",
+            Self::Half => "half",
+            Self::Float => "float",
+            Self::Double => "double",
+            Self::Bfloat16 => "bfloat16",
         }
     }
 
+    /// Bytes of an element.
+    pub(crate) fn size(self) -> usize {
+        match self {
+            Self::Int8 | Self::Uint8 => 1,
+            Self::Half | Self::Bfloat16 => 2,
+            Self::Int32 | Self::Uint32 | Self::Float => 4,
+            Self::Int64 | Self::Uint64 | Self::Double => 8,
+        }
+    }
+
+    /// NCCL's number (ncclDataType_t).
     fn number(self) -> c_int {
         match self {
+            Self::Int8 => 0,
+            Self::Uint8 => 1,
             Self::Int32 => 2,
-            Self::Float32 => 7,
+            Self::Uint32 => 3,
+            Self::Int64 => 4,
+            Self::Uint64 => 5,
+            Self::Half => 6,
+            Self::Float => 7,
+            Self::Double => 8,
+            Self::Bfloat16 => 9,
         }
     }
 }
@@ -444,7 +478,7 @@ impl Communicator<'_> {
         count: usize,
         kind: Kind,
     ) -> anyhow::Result<()> {
-        let (from, to) = (from.pointer(count * 4), to.pointer(count * 4));
+        let (from, to) = (from.pointer(count * kind.size()), to.pointer(count * kind.size()));
         // SAFETY: both are device memory of enough bytes, which lives until the stream has been waited for.
         let code = unsafe { (self.nccl.all_reduce)(from, to, count, kind.number(), SUM, self.comm, gpu.stream) };
         self.nccl.check("ncclAllReduce", code)
@@ -460,7 +494,7 @@ impl Communicator<'_> {
         ranks: usize,
         kind: Kind,
     ) -> anyhow::Result<()> {
-        let (from, to) = (from.pointer(count * 4), to.pointer(count * ranks * 4));
+        let (from, to) = (from.pointer(count * kind.size()), to.pointer(count * ranks * kind.size()));
         // SAFETY: as in all_reduce.
         let code = unsafe { (self.nccl.all_gather)(from, to, count, kind.number(), self.comm, gpu.stream) };
         self.nccl.check("ncclAllGather", code)
@@ -476,7 +510,7 @@ impl Communicator<'_> {
         ranks: usize,
         kind: Kind,
     ) -> anyhow::Result<()> {
-        let (from, to) = (from.pointer(count * ranks * 4), to.pointer(count * 4));
+        let (from, to) = (from.pointer(count * ranks * kind.size()), to.pointer(count * kind.size()));
         // SAFETY: as in all_reduce.
         let code = unsafe { (self.nccl.reduce_scatter)(from, to, count, kind.number(), SUM, self.comm, gpu.stream) };
         self.nccl.check("ncclReduceScatter", code)
@@ -492,7 +526,8 @@ impl Communicator<'_> {
         kind: Kind,
         root: usize,
     ) -> anyhow::Result<()> {
-        let (from, to, root) = (from.pointer(count * 4), to.pointer(count * 4), c_int::try_from(root)?);
+        let (from, to, root) =
+            (from.pointer(count * kind.size()), to.pointer(count * kind.size()), c_int::try_from(root)?);
         // SAFETY: as in all_reduce.
         let code = unsafe { (self.nccl.broadcast)(from, to, count, kind.number(), root, self.comm, gpu.stream) };
         self.nccl.check("ncclBroadcast", code)
@@ -508,7 +543,8 @@ impl Communicator<'_> {
         kind: Kind,
         root: usize,
     ) -> anyhow::Result<()> {
-        let (from, to, root) = (from.pointer(count * 4), to.pointer(count * 4), c_int::try_from(root)?);
+        let (from, to, root) =
+            (from.pointer(count * kind.size()), to.pointer(count * kind.size()), c_int::try_from(root)?);
         // SAFETY: as in all_reduce.
         let code = unsafe { (self.nccl.reduce)(from, to, count, kind.number(), SUM, root, self.comm, gpu.stream) };
         self.nccl.check("ncclReduce", code)
@@ -516,7 +552,7 @@ impl Communicator<'_> {
 
     /// Queues `count` elements for a peer.
     pub(crate) fn send(&self, gpu: &Gpu, from: Place<'_>, count: usize, kind: Kind, peer: usize) -> anyhow::Result<()> {
-        let (from, peer) = (from.pointer(count * 4), c_int::try_from(peer)?);
+        let (from, peer) = (from.pointer(count * kind.size()), c_int::try_from(peer)?);
         // SAFETY: device memory of enough bytes, which lives until the stream has been waited for.
         let code = unsafe { (self.nccl.send)(from, count, kind.number(), peer, self.comm, gpu.stream) };
         self.nccl.check("ncclSend", code)
@@ -524,7 +560,7 @@ impl Communicator<'_> {
 
     /// Queues the arrival of `count` elements from a peer.
     pub(crate) fn recv(&self, gpu: &Gpu, to: Place<'_>, count: usize, kind: Kind, peer: usize) -> anyhow::Result<()> {
-        let (to, peer) = (to.pointer(count * 4), c_int::try_from(peer)?);
+        let (to, peer) = (to.pointer(count * kind.size()), c_int::try_from(peer)?);
         // SAFETY: as in send.
         let code = unsafe { (self.nccl.recv)(to, count, kind.number(), peer, self.comm, gpu.stream) };
         self.nccl.check("ncclRecv", code)

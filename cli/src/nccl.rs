@@ -106,9 +106,20 @@ fn forget_logs(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) {
 /// Values repeat after this many elements.
 const PERIOD: usize = 1_000_003;
 
-/// The element of a rank at a position: whole numbers, so that the sum of any few is exact in a float.
+/// The element of a rank at a position: whole numbers, so that the sum of a few is exact in a float.
 fn value(rank: usize, i: usize, round: usize) -> i32 {
     i32::try_from((i * 31 + rank * 7919 + round * 104_729) % PERIOD).unwrap_or(0)
+}
+
+/// The same, so small that the sum of 8 is exact in every type.
+fn value_of(kind: Kind, rank: usize, i: usize, round: usize) -> i32 {
+    let value = value(rank, i, round);
+    match kind {
+        // 8 x 15 is below 128, 8 x 31 below 256, up to which 8 bits of mantissa are exact.
+        Kind::Int8 => value % 16,
+        Kind::Uint8 | Kind::Half | Kind::Bfloat16 => value % 32,
+        _ => value,
+    }
 }
 
 /// The sum of all ranks' elements at a position.
@@ -116,17 +127,58 @@ fn sum(ranks: usize, i: usize, round: usize) -> i32 {
     (0..ranks).map(|rank| value(rank, i, round)).sum()
 }
 
-fn encode(kind: Kind, value: i32) -> [u8; 4] {
+/// The element as it lies in memory: the first bytes, as many as the type has.
+#[expect(
+    clippy::cast_precision_loss,
+    clippy::cast_possible_truncation,
+    reason = "values are whole, not negative, and so small that every type has them"
+)]
+fn encode(kind: Kind, value: i32) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    let float = (value as f32).to_bits();
     match kind {
-        Kind::Int32 => value.to_ne_bytes(),
-        #[expect(clippy::cast_precision_loss, reason = "sums of a few values below a million are exact")]
-        Kind::Float32 => (value as f32).to_ne_bytes(),
+        Kind::Int8 | Kind::Uint8 => bytes[0] = value.cast_unsigned() as u8,
+        Kind::Int32 | Kind::Uint32 => bytes[..4].copy_from_slice(&value.to_ne_bytes()),
+        Kind::Int64 | Kind::Uint64 => bytes.copy_from_slice(&i64::from(value).to_ne_bytes()),
+        Kind::Float => bytes[..4].copy_from_slice(&float.to_ne_bytes()),
+        Kind::Double => bytes.copy_from_slice(&f64::from(value).to_ne_bytes()),
+        Kind::Bfloat16 => bytes[..2].copy_from_slice(&((float >> 16) as u16).to_ne_bytes()),
+        Kind::Half if value == 0 => {}
+        // Exponents are biased by 127 and by 15; 10 of 23 bits of mantissa stay.
+        Kind::Half => bytes[..2].copy_from_slice(&(((float >> 13) - ((127 - 15) << 10)) as u16).to_ne_bytes()),
     }
+    bytes
 }
 
-/// Elements that are others than expected.
-fn differing(got: &[u8], expected: impl Iterator<Item = [u8; 4]>) -> u64 {
-    let (elements, _) = got.as_chunks();
-    let wrong = elements.iter().zip(expected).filter(|(got, expected)| *got != expected);
+/// Elements that are others than expected; where nothing is expected, all are right.
+fn differing(kind: Kind, got: &[u8], expected: impl Iterator<Item = Option<i32>>) -> u64 {
+    let size = kind.size();
+    let elements = got.chunks_exact(size).zip(expected);
+    let wrong = elements.filter(|(got, must)| must.is_some_and(|must| got[..] != encode(kind, must)[..size]));
     u64::try_from(wrong.count()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_lie_in_memory_as_their_type_has_it() {
+        assert_eq!(encode(Kind::Half, 1)[..2], 0x3c00_u16.to_ne_bytes());
+        assert_eq!(encode(Kind::Half, 248)[..2], 0x5bc0_u16.to_ne_bytes());
+        assert_eq!(encode(Kind::Half, 0)[..2], [0; 2]);
+        assert_eq!(encode(Kind::Bfloat16, 1)[..2], 0x3f80_u16.to_ne_bytes());
+        assert_eq!(encode(Kind::Bfloat16, 248)[..2], 0x4378_u16.to_ne_bytes());
+        assert_eq!(encode(Kind::Double, 3), 3.0_f64.to_ne_bytes());
+        assert_eq!(encode(Kind::Int8, 120)[0], 120);
+        assert_eq!(encode(Kind::Uint64, 7), 7_u64.to_ne_bytes());
+    }
+
+    #[test]
+    fn what_differs_is_counted() {
+        let got: Vec<u8> = [1, 2, 3].into_iter().flat_map(|v| encode(Kind::Half, v)[..2].to_vec()).collect();
+        let must = |list: [Option<i32>; 3]| differing(Kind::Half, &got, list.into_iter());
+        assert_eq!(must([Some(1), Some(2), Some(3)]), 0);
+        assert_eq!(must([Some(1), Some(3), None]), 1);
+    }
 }

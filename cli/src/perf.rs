@@ -71,9 +71,14 @@ fn cells(row: &Row) -> String {
         row.bytes.to_string(),
         format!("{:.2}", latency.1),
         format!("{:.2}-{:.2}", latency.0, latency.2),
-        format!("{:.3}", rate.1),
-        format!("{:.3}-{:.3}", rate.0, rate.2),
+        gigabytes(rate.1),
+        format!("{}-{}", gigabytes(rate.0), gigabytes(rate.2)),
     ])
+}
+
+/// Slow networks (an emulated one moves 0.015) need more digits.
+fn gigabytes(rate: f64) -> String {
+    if rate < 1.0 { format!("{rate:.5}") } else { format!("{rate:.3}") }
 }
 
 /// Least, median and most.
@@ -138,6 +143,11 @@ fn timed(times: u32, call: impl Fn() -> anyhow::Result<()>) -> anyhow::Result<f6
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rate_keeps_its_digits() {
+        assert_eq!([0.014_683, 0.999, 48.25].map(gigabytes), ["0.01468", "0.99900", "48.250"]);
+    }
 
     #[test]
     fn spread_is_least_median_most() {

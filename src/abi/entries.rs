@@ -18,8 +18,8 @@ use crate::transfer::MAX_GROUP;
 
 use super::guard::{call, call_data, give_back};
 use super::types::{
-    MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_TRAFFIC_CLASS_UNDEF, NCCL_PTR_CUDA, NCCL_PTR_HOST,
-    ncclDebugLogger_t, ncclProfilerCallback_t, ncclResult_t,
+    MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_OPTIONAL_RECV_COMPLETION, NCCL_NET_TRAFFIC_CLASS_UNDEF,
+    NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t, ncclProfilerCallback_t, ncclResult_t,
 };
 
 const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
@@ -28,8 +28,12 @@ const _: () = assert!(HANDLE_BYTES == NCCL_NET_HANDLE_MAXSIZE as usize);
 pub(super) const MAX_RECVS: c_int = 8;
 const _: () = assert!(MAX_GROUP == 8);
 
-/// Most bytes of one message. NCCL cuts larger transfers itself, in every version; test has an int for a size.
+/// Most bytes of one message where sizes are ints (up to version 8).
 pub(super) const MAX_MESSAGE: usize = MAX_NET_SIZE as usize;
+/// Most bytes of one message where sizes are size_t: NCCL's own limit. A connection may have a lower one, by its ports
+/// ([`crate::transfer::largest_message`]).
+#[expect(clippy::cast_possible_truncation, reason = "NCCL runs on 64-bit machines only")]
+const MAX_LONG_MESSAGE: usize = crate::transfer::split::MAX_MESSAGE as usize;
 
 /// The table that NCCL reads, before init too.
 #[repr(transparent)]
@@ -130,6 +134,10 @@ pub(super) const REG_IS_GLOBAL: c_int = 0;
 
 /// How a version gives sizes: int or size_t.
 pub(super) trait Size: Copy + fmt::Display {
+    /// Most bytes of a message.
+    const MOST: usize;
+    /// Whether irecv's request slot may hold a hint (version 9 and newer, as sizes of size_t).
+    const HINTS: bool;
     /// As the size of a message.
     fn message(self) -> Option<u64>;
     /// As the size of memory.
@@ -137,10 +145,14 @@ pub(super) trait Size: Copy + fmt::Display {
 }
 
 impl Size for c_int {
+    const MOST: usize = MAX_MESSAGE;
+    const HINTS: bool = false;
+
     #[inline]
     fn message(self) -> Option<u64> {
         // A negative size becomes one that is too large.
-        usize::message(self.cast_unsigned() as usize)
+        let size = self.cast_unsigned() as usize;
+        (size <= Self::MOST).then_some(size as u64)
     }
 
     fn range(self) -> Option<usize> {
@@ -149,9 +161,12 @@ impl Size for c_int {
 }
 
 impl Size for usize {
+    const MOST: Self = MAX_LONG_MESSAGE;
+    const HINTS: bool = true;
+
     #[inline]
     fn message(self) -> Option<u64> {
-        (self <= MAX_MESSAGE).then_some(self as u64)
+        (self <= Self::MOST).then_some(self as u64)
     }
 
     fn range(self) -> Option<usize> {
@@ -160,8 +175,8 @@ impl Size for usize {
 }
 
 #[cold]
-fn no_message(call: &'static str, size: impl Size) -> NetError {
-    NetError::misuse(&format!("{call} of {size} bytes; a message has 0 to {MAX_MESSAGE}"))
+fn no_message<S: Size>(call: &'static str, size: S) -> NetError {
+    NetError::misuse(&format!("{call} of {size} bytes; a message has 0 to {}", S::MOST))
 }
 
 /// An argument that must not be NULL.
@@ -573,7 +588,9 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
 ) -> ncclResult_t {
     call_data("irecv", || {
         let out = given(request, "request")?;
-        // From v9 on it may hold a hint, which this plugin does not need.
+        // Up to v8 it may hold an older request.
+        // SAFETY: NCCL passes a pointer in it.
+        let hinted = S::HINTS && unsafe { out.read() }.addr() == NCCL_NET_OPTIONAL_RECV_COMPLETION as usize;
         // SAFETY: NCCL passes a place for one pointer.
         unsafe { out.write(ptr::null_mut()) };
         // SAFETY: NCCL passes a comm of ours.
@@ -596,7 +613,7 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
             buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
         }
         // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
-        let posted = unsafe { comm.irecv(&buffers) }?;
+        let posted = if hinted { unsafe { comm.irecv_hinted(&buffers) } } else { unsafe { comm.irecv(&buffers) } }?;
         // SAFETY: as above.
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
@@ -710,7 +727,8 @@ pub(super) unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, siz
     })
 }
 
-/// No message has more than [`MAX_MESSAGE`] bytes, so this loses nothing.
+/// test has an int for a size in every version: one above that is told as the largest int. NCCL only asks whether the sum
+/// is above 0 there.
 #[inline]
 fn narrow(size: u64) -> c_int {
     c_int::try_from(size).unwrap_or(c_int::MAX)
@@ -756,15 +774,16 @@ pub(super) unsafe extern "C" fn close_listen(listen_comm: *mut c_void) -> ncclRe
 
 #[cfg(test)]
 mod tests {
-    use super::super::types::NCCL_NET_OPTIONAL_RECV_COMPLETION;
     use super::*;
 
     #[test]
-    fn a_message_has_0_to_1_gib_whatever_the_type_of_sizes() {
+    fn a_message_has_0_to_1_gib_where_sizes_are_ints_and_to_1_tib_where_they_are_longer() {
         assert_eq!((0.message(), 0_usize.message()), (Some(0), Some(0)));
-        assert_eq!((MAX_MESSAGE.message(), (1 << 30).message()), (Some(1 << 30), Some(1 << 30)));
-        assert_eq!(((MAX_MESSAGE + 1).message(), usize::MAX.message()), (None, None));
+        assert_eq!(((1 << 30).message(), ((1 << 30) + 1).message()), (Some(1 << 30), None));
+        assert_eq!((MAX_LONG_MESSAGE.message(), (MAX_LONG_MESSAGE + 1).message()), (Some(1 << 40), None));
+        assert_eq!(usize::MAX.message(), None);
         assert_eq!(((-1).message(), c_int::MIN.message(), c_int::MAX.message()), (None, None, None));
+        assert_eq!((narrow(5), narrow(1 << 31), narrow(1 << 40)), (5, c_int::MAX, c_int::MAX));
         assert_eq!(((-1).range(), 5.range(), usize::MAX.range()), (None, Some(5), Some(usize::MAX)));
     }
 

@@ -41,7 +41,7 @@ properties!(ncclNetProperties_v10_t, |index, device, config| {
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,
     vProps: ncclNetVDeviceProps_v10_t::of(index, device),
-    maxP2pBytes: MAX_MESSAGE,
+    maxP2pBytes: device.max_message(),
     // No CollNet, but no value may be 0.
     maxCollBytes: MAX_MESSAGE,
 });

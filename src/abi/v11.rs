@@ -19,7 +19,7 @@ properties!(ncclNetProperties_v11_t, |index, device, config| {
     netDeviceType: ncclNetDeviceType::NCCL_NET_DEVICE_HOST,
     netDeviceVersion: 0,
     vProps: ncclNetVDeviceProps_v11_t::of(index, device),
-    maxP2pBytes: MAX_MESSAGE,
+    maxP2pBytes: device.max_message(),
     // No CollNet, but no value may be 0.
     maxCollBytes: MAX_MESSAGE,
     maxMultiRequestSize: 1,

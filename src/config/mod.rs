@@ -213,6 +213,7 @@ settings! {
     split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
     peermem: PeerMemory = PeerMemory::Auto, "NCCL_NET_RDMA_PEERMEM", Any, "GPU memory by nvidia_peermem: auto: where /sys/kernel/mm/memory_peers has it; on: although that is hidden (a container, a software adapter); off";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
+    recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
 }

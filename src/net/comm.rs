@@ -8,19 +8,19 @@ use std::cell::UnsafeCell;
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Memory, Pages, Registration};
 use crate::transfer::{
     Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, QpSet, RECV_REQUESTS, Receiver, RecvProgress,
-    SEND_REQUESTS, SendProgress, Sender,
+    SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
 };
 use crate::verbs::{Access, Mr};
 
 use super::alert::{Alert, Attention};
 use super::control::{self, News};
 use super::device::Port;
-use super::endpoint::SEND_QUEUE;
 use super::hello::{Bye, Who, kind};
 use super::stall::Found;
 use super::{Code, NetError, fork};
@@ -52,6 +52,8 @@ pub(super) struct Base {
     /// Registrations that were given back while traffic used them; kept until the QPs are gone.
     pub(super) graveyard: Mutex<Vec<Arc<MrHandle>>>,
     pub(super) fenced: Mutex<bool>,
+    /// Stopped because memory of hinted receives was given back: nothing went wrong.
+    pub(super) retired: AtomicBool,
 }
 
 /// The sending side. Fields are dropped in order: data path, QPs, ring.
@@ -67,6 +69,8 @@ pub struct SendComm {
 pub struct RecvComm {
     pub(super) hot: UnsafeCell<Receiver<Arc<QpSet>>>,
     pub(super) base: Base,
+    /// Behind the shadow.
+    pub(super) _count: Option<Mr>,
     pub(super) _shadow: (Mr, Pages),
     pub(super) landing: Option<(Vec<Mr>, Pages)>,
     /// Host memory is flushed too.
@@ -91,6 +95,11 @@ impl MrHandle {
     /// Requests that use it now.
     pub(super) fn in_flight(&self) -> u32 {
         self.keys.in_flight()
+    }
+
+    /// Hinted receives into it that are done for NCCL, but that the peer has not counted.
+    fn hinted_in_flight(&self) -> u32 {
+        self.keys.hinted_in_flight()
     }
 }
 
@@ -302,7 +311,7 @@ impl Base {
 
     /// The end of a connection: last word, fence, and the control channel closes.
     fn close(&self, complete: bool, received: u32) {
-        let complete = complete && !self.alert.has_failed();
+        let complete = complete && (!self.alert.has_failed() || self.retired.load(Ordering::Acquire));
         let control = self.alert.control();
         if let Some(control) = control {
             control.send(kind::BYE, &Bye { complete, received }.encode());
@@ -396,10 +405,11 @@ impl Comm {
     }
 
     /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
-    /// nothing lands in memory that NCCL is about to free.
+    /// nothing lands in memory that NCCL is about to free. Hinted receives look open until the peer has counted them, as
+    /// the last ones always do at the end: then the connection is over, too, but the peer is told of no failure.
     pub fn deregister(&self, handle: Arc<MrHandle>) {
+        let base = self.base();
         if handle.in_flight() > 0 {
-            let base = self.base();
             let aborted = NetError::new(
                 Code::Remote,
                 format!("the connection to peer {} was aborted: memory was deregistered with traffic open", base.peer),
@@ -410,6 +420,18 @@ impl Comm {
             if base.alert.fail(aborted, print) {
                 base.alert.tell("aborted by the application");
             }
+        } else if handle.hinted_in_flight() > 0 {
+            let over = NetError::new(
+                Code::InvalidUsage,
+                format!(
+                    "memory of receives without completion was deregistered: the connection to peer {} is over",
+                    base.peer
+                ),
+            );
+            let print = |e: &NetError| tracing::debug!(target: "net", "{}", e.text);
+            base.retired.fetch_or(base.alert.fail(over, print), Ordering::AcqRel);
+        }
+        if handle.in_flight() + handle.hinted_in_flight() > 0 {
             base.fence();
             // The data path may still hold a pointer to the keys.
             base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&handle));
@@ -436,8 +458,10 @@ impl Comm {
         let Self::Send(comm) = self else { return Err(NetError::misuse("isend on a receiving comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
         let sender = unsafe { &mut *comm.hot.get() };
-        if comm.base.alert.raised() {
-            comm.mind(sender, true)?;
+        if comm.base.alert.raised()
+            && let Some(unwanted) = comm.mind(sender, Some(size))?
+        {
+            return Ok(unwanted.map(|i| self.request(usize::from(i))));
         }
         // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
         match unsafe { sender.isend(data, size, tag, NonNull::from(&mr.keys)) } {
@@ -460,6 +484,29 @@ impl Comm {
         }
         // SAFETY: as in isend.
         match unsafe { receiver.irecv(buffers.as_slice()) } {
+            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
+            Err(fault) => Err(comm.base.fail(&fault)),
+        }
+    }
+
+    /// As [`Comm::irecv`], of a receive for which NCCL needs no completion: where the peer knows such and it is a single
+    /// one, it is done at its first test.
+    ///
+    /// # Safety
+    /// As [`Comm::irecv`]; the memory stays in place until it is given back by [`Comm::deregister`].
+    pub unsafe fn irecv_hinted(&self, buffers: &Buffers) -> Result<Option<Request>, NetError> {
+        let Self::Recv(comm) = self else { return Err(NetError::misuse("irecv on a sending comm")) };
+        // SAFETY: one data path call at a time, by this function's contract.
+        let receiver = unsafe { &mut *comm.hot.get() };
+        let ([buffer], true) = (buffers.as_slice(), receiver.takes_hints()) else {
+            // SAFETY: by this function's contract.
+            return unsafe { self.irecv(buffers) };
+        };
+        if comm.base.alert.raised() {
+            comm.mind(receiver)?;
+        }
+        // SAFETY: as in isend; see deregister.
+        match unsafe { receiver.irecv_hinted(buffer) } {
             Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
             Err(fault) => Err(comm.base.fail(&fault)),
         }
@@ -499,7 +546,7 @@ impl Comm {
                 // SAFETY: one data path call at a time, by this function's contract.
                 let sender = unsafe { &mut *comm.hot.get() };
                 if comm.base.alert.raised() {
-                    comm.mind(sender, false)?;
+                    comm.mind(sender, None)?;
                 }
                 match sender.test(low_byte(index)) {
                     Ok(SendProgress::Done { size }) => Ok(Tested::Sent { size }),
@@ -562,30 +609,32 @@ impl Comm {
 }
 
 impl SendComm {
-    /// Something happened beside the data path.
+    /// Something happened beside the data path; `starting`: size of a send that is about to start. Some: what isend
+    /// answers, as the peer does not need it.
     #[cold]
-    fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: bool) -> Result<(), NetError> {
+    fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: Option<u64>) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
         // A fault that polling finds is told by the call that goes on from here.
         if self.base.alert.asked() && sender.poll().is_ok() {
             self.base.look(sender.owed(), || {
-                let owes = |qp: &usize| sender.room(*qp) < SEND_QUEUE;
+                let owes = |qp: &usize| sender.room(*qp) < SEND_WRS;
                 let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| owes(qp));
                 routes.map(|(_, route)| route.as_str()).collect::<Vec<_>>().join("; ")
             })?;
         }
         match self.base.alert.attention() {
-            None => Ok(()),
+            None => Ok(None),
             Some(Attention::Failed(cause)) => {
                 self.base.fence();
                 Err(cause)
             }
             Some(Attention::PeerClosed { received, .. }) => {
                 sender.settle(received);
-                if starting {
-                    return Err(self.base.left("a send was still to come"));
+                let Some(size) = starting else { return Ok(None) };
+                if let Some(unwanted) = sender.skip(size, received) {
+                    return Ok(Some(unwanted));
                 }
-                Ok(())
+                Err(self.base.left("a send was still to come"))
             }
         }
     }
@@ -715,6 +764,77 @@ mod tests {
         assert_eq!(to, [0; 8]);
         close(recv);
         close(send);
+    }
+
+    fn irecv_hinted(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Option<Request> {
+        let mut buffers = Buffers::new();
+        buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
+        // SAFETY: as in isend.
+        unsafe { comm.irecv_hinted(&buffers) }.expect("no fault")
+    }
+
+    /// What NCCL does at the end of every communicator: the last hinted receives were never counted.
+    #[test]
+    fn memory_of_hinted_receives_given_back_ends_the_connection_in_good_order() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        let receive = irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
+        assert_eq!(test(receive).expect("no fault"), Tested::Received { sizes: &[8] });
+        let sent = until("a credit", || isend(&send, &from, &send_mr).expect("no fault"));
+        until("the send", || (test(sent).expect("no fault") == Tested::Sent { size: 8 }).then_some(()));
+        assert_eq!(from, to);
+        // One that the peer never answers.
+        irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
+        assert_eq!((recv_mr.in_flight(), recv_mr.hinted_in_flight()), (0, 2));
+        recv.deregister(recv_mr);
+        assert!(*recv.base().fenced.lock().expect("no panic"), "nothing may land from here on");
+        assert_eq!(from, to);
+        close(recv);
+        until("the last word", || send.base().alert.has_closed().then_some(()));
+        assert!(!send.base().alert.has_failed());
+        assert_eq!(lines.take(), [] as [String; 0]);
+        close(send);
+    }
+
+    /// Empty sends of LL are done for the receiver's NCCL before the sender's has come to them.
+    #[test]
+    fn sends_for_hinted_receives_end_well_after_the_receiver_has_closed() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        for _ in 0..3 {
+            irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
+        }
+        recv.deregister(recv_mr);
+        close(recv);
+        until("the last word", || send.base().alert.has_closed().then_some(()));
+        for _ in 0..3 {
+            let request = isend(&send, &from, &send_mr).expect("no fault").expect("a request");
+            assert_eq!(test(request).expect("no fault"), Tested::Sent { size: 8 });
+        }
+        assert_eq!(send_mr.in_flight(), 0);
+        assert!(isend(&send, &from, &send_mr).expect_err("nobody receives").text.contains("closed the connection"));
+        close(send);
+    }
+
+    #[test]
+    fn hinted_receives_are_had_only_where_both_ends_want_them() {
+        for (setting, hinted) in [("0", 0), ("1", 1)] {
+            let engine = engine(&[("NCCL_NET_RDMA_RECV_HINT", setting)]);
+            let mut to = [0; 8];
+            let (send, recv) = connection(&engine);
+            let mr = register(&recv, &to);
+            let receive = irecv_hinted(&recv, &mut to, &mr).expect("room");
+            assert_eq!((mr.in_flight(), mr.hinted_in_flight()), (1 - hinted, hinted));
+            assert_eq!(test(receive).expect("no fault") == Tested::Pending, hinted == 0);
+            close(recv);
+            close(send);
+        }
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! The connecting side's set-up: dial, offer, take QPs to RTS with the answer, say ready. A send comm comes out.
 
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -10,13 +11,13 @@ use crate::config::Config;
 use crate::memory::Pages;
 use crate::rendezvous::{Channel, Connector, Handle, Watcher};
 use crate::transfer::credit::{CreditRing, Stride};
-use crate::transfer::{MAX_RAILS, QpSet, Sender, SenderParts};
+use crate::transfer::{CountPath, MAX_RAILS, QpSet, Sender, SenderParts};
 use crate::verbs::{Access, Mr};
 
 use super::alert::Alert;
 use super::comm::{Base, Comm, SendComm};
 use super::device::{Device, Port};
-use super::endpoint::{Draft, Role, SEND_QUEUE};
+use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::stall::{self, Vigil};
@@ -39,9 +40,14 @@ pub(super) struct Connecting {
 #[derive(Debug)]
 struct Side {
     draft: Draft,
+    /// With the word of the count at the end.
     ring: (Vec<Mr>, Pages),
     device: String,
+    hints: bool,
 }
+
+/// What the word of the count takes: it shares no cache line with the ring.
+pub(super) const COUNT_LINE: usize = 64;
 
 #[derive(Debug)]
 enum Stage {
@@ -90,14 +96,15 @@ impl Side {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
         // The ring for as many rails as the two sides can agree on, on each of them.
-        let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes())
+        let pages = Pages::map(Stride::for_rails(device.rails.len()).ring_bytes() + COUNT_LINE)
             .map_err(|e| NetError::new(Code::System, format!("memory for the credit ring: {e}")))?;
         let mut mrs = Vec::with_capacity(device.rails.len());
         for rail in &device.rails {
-            mrs.push(register_own(rail, &pages, Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
+            mrs.push(register_own(rail, &pages, 0..pages.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
         }
         let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, class, config)?;
-        Ok(Self { draft, ring: (mrs, pages), device: device.name.to_string_lossy().into_owned() })
+        let device = device.name.to_string_lossy().into_owned();
+        Ok(Self { draft, ring: (mrs, pages), device, hints: config.recv_hint })
     }
 }
 
@@ -138,6 +145,10 @@ impl Connecting {
                             who: ourselves(),
                             class: side.draft.class(),
                             ring_address: side.ring.1.address(),
+                            max_write: 0,
+                            hints: side.hints,
+                            count_address: 0,
+                            count_rkey: 0,
                             rails: side.draft.describe(&rkeys),
                             pairs: Vec::new(),
                         };
@@ -188,9 +199,10 @@ impl Connecting {
 }
 
 /// Memory of our own for a rail's device.
-pub(super) fn register_own(port: &Port, pages: &Pages, access: Access) -> Result<Mr, NetError> {
+pub(super) fn register_own(port: &Port, pages: &Pages, part: Range<usize>, access: Access) -> Result<Mr, NetError> {
+    debug_assert!(part.end <= pages.len());
     // SAFETY: the comm drops the region before the pages.
-    unsafe { Mr::register(port.registrar.pd(), pages.address(), pages.len(), access) }
+    unsafe { Mr::register(port.registrar.pd(), pages.address() + part.start as u64, part.len(), access) }
         .map_err(|e| NetError::new(Code::System, e.to_string()))
 }
 
@@ -245,11 +257,18 @@ fn agree(mut side: Side, answer: &Hello) -> Result<Side, String> {
     if sorted.len() != own.len() || sorted.last().is_some_and(|&i| i >= side.ring.0.len()) {
         return Err("the answer pairs rails that were not offered".to_owned());
     }
+    if answer.hints && !side.hints {
+        return Err("the answer has hinted receives although none were offered".to_owned());
+    }
     let qps = answer.rails[0].qps.len();
     if qps == 0 || answer.rails.iter().any(|r| r.qps.len() != qps) {
         return Err("the answer's rails differ in their QPs".to_owned());
     }
     side.draft.keep(&own, qps);
+    let largest = max_write(&side.draft.ports(), &answer.rails);
+    if answer.max_write != largest || largest == 0 {
+        return Err(format!("the answer says writes of {} bytes where the ports take {largest}", answer.max_write));
+    }
     // The ring's keys follow the rails; those of rails that stay unused are given up.
     let mut keys: Vec<Option<Mr>> = side.ring.0.drain(..).map(Some).collect();
     side.ring.0 = own.iter().filter_map(|&i| keys[i].take()).collect();
@@ -303,21 +322,18 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
 }
 
 fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Result<Box<Comm>, NetError> {
-    let Side { draft, ring, device } = side;
+    let Side { draft, ring, device, .. } = side;
+    let inline = draft.max_inline() >= COUNT_BYTES;
     let ports = draft.ports();
     let routes = draft.routes(&answer.rails);
     let qps = Arc::new(draft.finish(|_| None)?);
     let alert = Arc::new(Alert::default());
     announce("sending", &device, &qps, &ports, answer, &routes);
-    let max_msg = ports
-        .iter()
-        .zip(&answer.rails)
-        .map(|(p, f)| p.attr.max_msg_sz.min(f.max_msg_sz))
-        .min()
-        .map_or(1 << 30, |m| if m == 0 { 1 << 30 } else { u64::from(m) });
     // SAFETY: the pages are mapped, page aligned, large enough for the rails agreed on (no more than offered), and dropped
     // after the sender.
     let credits = unsafe { CreditRing::new(ring.1.base(), Stride::for_rails(ports.len())) };
+    // SAFETY: inside the pages, behind the ring.
+    let word = unsafe { ring.1.base().add(ring.1.len() - COUNT_LINE) }.cast();
     let sender = Sender::new(SenderParts {
         post: Arc::clone(&qps),
         credits,
@@ -325,8 +341,14 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         speed: speeds(&ports, &answer.rails),
         split_threshold: config.split_threshold,
         spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
-        max_portion: max_msg.min(1 << 31),
-        sq_depth: SEND_QUEUE,
+        max_write: answer.max_write,
+        count: answer.hints.then(|| CountPath {
+            word,
+            lkey: ring.0[0].lkey(),
+            address: answer.count_address,
+            rkey: answer.count_rkey,
+            inline,
+        }),
     });
     let base = base(channel, alert, qps, ports, routes, answer.who.clone(), config)?;
     Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
@@ -370,5 +392,6 @@ pub(super) fn base(
         nic_patience,
         graveyard: Mutex::new(Vec::new()),
         fenced: Mutex::new(false),
+        retired: AtomicBool::new(false),
     })
 }

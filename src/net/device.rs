@@ -11,7 +11,7 @@ use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
 use crate::topology::port::{self, LinkLayer};
 use crate::topology::{hca, pci, rails};
-use crate::transfer::MAX_RAILS;
+use crate::transfer::{MAX_RAILS, largest_message};
 use crate::verbs::{Context, DeviceAttr, Library, Pd, PortAttr};
 
 use super::events::{DeviceEvents, EventReader};
@@ -222,6 +222,12 @@ impl Device {
             gpu: GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu)),
             rails,
         })
+    }
+
+    /// Most bytes of one message, between ports like its own.
+    pub fn max_message(&self) -> usize {
+        let each = self.rails.iter().map(|rail| largest_message(rail.attr.max_msg_sz));
+        each.min().and_then(|most| usize::try_from(most).ok()).unwrap_or(1)
     }
 
     /// Kinds of memory that a connection of this device may use: bits NCCL_PTR_*.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::config::Config;
 use crate::topology::gid;
 use crate::topology::port::LinkLayer;
-use crate::transfer::{CREDIT_WRS, FLUSH_WRS, QpSet, RailLink, SEND_REQUESTS};
+use crate::transfer::{CREDIT_WRS, FLUSH_WRS, QpSet, RailLink, SEND_WRS, split};
 use crate::verbs::{Access, AddressVector, Cq, Ece, Init, Qp, QpCaps, Rtr, RtrAttr, Rts, RtsAttr, VerbsError};
 
 use super::device::Port;
@@ -22,9 +22,8 @@ const RNR_RETRY: u8 = 6;
 /// Bytes that a credit write may carry inside its request: two narrow entries or one wide.
 const MAX_INLINE: u32 = 64;
 
-/// Send requests that a sending QP takes.
-pub(super) const SEND_QUEUE: u32 = 128;
-const _: () = assert!(SEND_QUEUE as usize == SEND_REQUESTS);
+/// Bytes of the count of hinted receives.
+pub(super) const COUNT_BYTES: u32 = 8;
 /// Credit writes that the credit QP takes.
 const CREDIT_QUEUE: u32 = 128;
 const _: () = assert!(CREDIT_QUEUE as usize == CREDIT_WRS);
@@ -87,7 +86,10 @@ fn random24() -> u32 {
 impl Role {
     fn caps(self, first: bool, recvs: u32) -> QpCaps {
         match self {
-            Self::Send => QpCaps { max_send_wr: SEND_QUEUE, max_recv_wr: 1, max_inline: 0 },
+            // The count of hinted receives goes over the first QP.
+            Self::Send => {
+                QpCaps { max_send_wr: SEND_WRS, max_recv_wr: 1, max_inline: if first { COUNT_BYTES } else { 0 } }
+            }
             // Credits go over the first QP of a rail.
             Self::Recv => QpCaps {
                 max_send_wr: if first { CREDIT_QUEUE } else { 1 },
@@ -286,7 +288,7 @@ impl Draft {
         Poll::Ready(Err(NetError::new(Code::System, format!("{e}; {way}; {hint}"))))
     }
 
-    /// Bytes that a write on the credit QP may carry inside its request.
+    /// Bytes that a write on the first QP may carry inside its request.
     pub(super) fn max_inline(&self) -> u32 {
         match self.rails.first().and_then(|r| r.qps.first()).map(|q| &q.stage) {
             Some(Stage::Rts(qp)) => qp.caps().max_inline,
@@ -428,6 +430,14 @@ fn address(port: &Port, gid: &gid::Choice, far: &HelloRail, flow_label: u32, tra
         hop_limit: 255,
         traffic_class,
     }
+}
+
+/// Largest write that all these rails and the peer's take; 0: there is none.
+pub(super) fn max_write(ports: &[Arc<Port>], peer: &[HelloRail]) -> u32 {
+    let least = |(own, far): (&Arc<Port>, &HelloRail)| {
+        split::max_write(own.attr.max_msg_sz).min(split::max_write(far.max_msg_sz))
+    };
+    ports.iter().zip(peer).map(least).min().unwrap_or(0)
 }
 
 fn verbs(port: &Port, e: VerbsError) -> NetError {

@@ -23,7 +23,7 @@ pub(crate) mod kind {
 }
 
 /// Version of these bodies; both ends must have the same.
-const BODY_VERSION: u16 = 2;
+const BODY_VERSION: u16 = 3;
 /// Longest name in a body, bytes; verbs device names have at most 63.
 const MAX_NAME: usize = 64;
 /// Most QPs of one rail.
@@ -91,6 +91,13 @@ pub(crate) struct Hello {
     pub(crate) class: Option<u8>,
     /// Address of the credit ring; 0 from the accepting side.
     pub(crate) ring_address: u64,
+    /// Largest write between the rails that were agreed; 0 in an offer.
+    pub(crate) max_write: u32,
+    /// Whether the connecting side takes hinted receives; in the answer, whether there are any.
+    pub(crate) hints: bool,
+    /// In the answer, where there are hinted receives: the word for their count, and its key on the first rail.
+    pub(crate) count_address: u64,
+    pub(crate) count_rkey: u32,
     pub(crate) rails: Vec<HelloRail>,
     /// (rail of the connecting side, rail of the accepting side); empty in an offer.
     pub(crate) pairs: Vec<(u8, u8)>,
@@ -127,6 +134,10 @@ impl Hello {
         w.u8(u8::from(self.class.is_some()));
         w.u8(self.class.unwrap_or(0));
         w.u64(self.ring_address);
+        w.u32(self.max_write);
+        w.u8(u8::from(self.hints));
+        w.u64(self.count_address);
+        w.u32(self.count_rkey);
         w.count(self.rails.len());
         for rail in &self.rails {
             w.text(&rail.device);
@@ -178,7 +189,8 @@ impl Hello {
         let who = Who { version: plugin, host: r.text()?, pid: r.u32()? };
         let (asked, class) = (r.u8()? == 1, r.u8()?);
         let class = asked.then_some(class);
-        let ring_address = r.u64()?;
+        let (ring_address, max_write) = (r.u64()?, r.u32()?);
+        let (hints, count_address, count_rkey) = (r.u8()? == 1, r.u64()?, r.u32()?);
         let n = r.count(MAX_RAILS)?;
         let mut rails = Vec::with_capacity(n);
         for _ in 0..n {
@@ -223,7 +235,7 @@ impl Hello {
         if !(1..=5).contains(&rails.iter().map(|x| x.mtu).min().unwrap_or(0)) || rails.iter().any(|x| x.mtu > 5) {
             return Err(HelloError::Damaged("rails or their MTU"));
         }
-        Ok(Self { who, class, ring_address, rails, pairs })
+        Ok(Self { who, class, ring_address, max_write, hints, count_address, count_rkey, rails, pairs })
     }
 }
 
@@ -323,6 +335,10 @@ mod tests {
             who: Who { version: "0.1.0".into(), host: "node-a".into(), pid: 42 },
             class: (rails > 1).then_some(106),
             ring_address: 0x7000_0000,
+            max_write: 8 << 20,
+            hints: rails > 1,
+            count_address: 0x7000_2000,
+            count_rkey: 9,
             rails: (0..rails).map(rail).collect(),
             pairs: vec![(0, 1)],
         }

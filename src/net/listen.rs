@@ -16,9 +16,11 @@ use crate::verbs::{Access, Mr, Qp, Rts};
 
 use super::alert::Alert;
 use super::comm::{Comm, RecvComm};
-use super::connect::{announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late};
+use super::connect::{
+    COUNT_LINE, announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late,
+};
 use super::device::{Device, Port};
-use super::endpoint::{Draft, Role};
+use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, kind};
 use super::{Code, NetError, control};
@@ -60,6 +62,8 @@ struct Ground {
     loopbacks: Vec<Option<(Qp<Rts>, u64, u32)>>,
     landing: Option<(Vec<Mr>, Pages)>,
     shadow: (Mr, Pages),
+    /// The word behind the shadow that the peer writes; None: no hinted receives.
+    count: Option<Mr>,
 }
 
 /// Which interface serves connection set-up is the same for every listener: told with the first.
@@ -166,11 +170,16 @@ impl Pending {
                         }
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
                         Poll::Ready(Ok(())) => {
-                            let ground = Ground::lay(&draft, config).map_err(|e| refuse_with(&mut self.channel, e))?;
+                            let ground = Ground::lay(&draft, offer.hints && config.recv_hint, config)
+                                .map_err(|e| refuse_with(&mut self.channel, e))?;
                             let answer = Hello {
                                 who: ourselves(),
                                 class: offer.class,
                                 ring_address: 0,
+                                max_write: max_write(&draft.ports(), &offer.rails),
+                                hints: ground.count.is_some(),
+                                count_address: ground.count_address(),
+                                count_rkey: ground.count.as_ref().map_or(0, Mr::rkey),
                                 rails: draft.describe(&[]),
                                 pairs,
                             };
@@ -258,6 +267,12 @@ fn agree(rails: &[Arc<Port>], mut offer: Hello, config: &Config) -> Result<(Draf
     for rail in &mut offer.rails {
         rail.qps.truncate(qps);
     }
+    if max_write(&ports, &offer.rails) == 0 {
+        return Err(NetError::new(
+            Code::System,
+            format!("a rail of {ports:?} or of peer {} takes no write", offer.who),
+        ));
+    }
     let pairs = pairs.iter().map(|&(theirs, ours)| (small(theirs), small(ours))).collect();
     Ok((draft, offer, pairs))
 }
@@ -268,12 +283,19 @@ fn small(rail: usize) -> u8 {
 }
 
 impl Ground {
-    fn lay(draft: &Draft, config: &Config) -> Result<Self, NetError> {
+    fn lay(draft: &Draft, hints: bool, config: &Config) -> Result<Self, NetError> {
         let ports = draft.ports();
         let pages =
             |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
-        let shadow = pages(Stride::for_rails(ports.len()).ring_bytes())?;
-        let shadow_mr = register_own(&ports[0], &shadow, Access::LOCAL_WRITE)?;
+        let ring = Stride::for_rails(ports.len()).ring_bytes();
+        let shadow = pages(ring + COUNT_LINE)?;
+        let shadow_mr = register_own(&ports[0], &shadow, 0..ring, Access::LOCAL_WRITE)?;
+        let word = shadow.len() - COUNT_LINE;
+        let count = hints.then(|| {
+            let part = word..word + COUNT_BYTES as usize;
+            register_own(&ports[0], &shadow, part, Access::LOCAL_WRITE | Access::REMOTE_WRITE)
+        });
+        let count = count.transpose()?;
         let mut loopbacks = Vec::new();
         let mut landing = None;
         // Where there is no GPU memory to be had, nothing needs a flush.
@@ -282,7 +304,7 @@ impl Ground {
             let page = pages(64)?;
             let mut mrs = Vec::with_capacity(ports.len());
             for (rail, port) in ports.iter().enumerate() {
-                let mr = register_own(port, &page, Access::LOCAL_WRITE)?;
+                let mr = register_own(port, &page, 0..page.len(), Access::LOCAL_WRITE)?;
                 let qp = draft.loopback(rail, config).map_err(|e| {
                     let without = "QP for flushes of GPU memory (NCCL_GDR_FLUSH_DISABLE=1 does without)";
                     NetError::new(e.code, format!("{without}: {}", e.text))
@@ -292,7 +314,11 @@ impl Ground {
             }
             landing = Some((mrs, page));
         }
-        Ok(Self { shadow: (shadow_mr, shadow), landing, loopbacks })
+        Ok(Self { shadow: (shadow_mr, shadow), count, landing, loopbacks })
+    }
+
+    fn count_address(&self) -> u64 {
+        self.shadow.1.address() + (self.shadow.1.len() - COUNT_LINE) as u64
     }
 }
 
@@ -304,7 +330,7 @@ fn finish(
     device: &str,
     config: &Config,
 ) -> Result<Box<Comm>, NetError> {
-    let Ground { shadow, landing, mut loopbacks } = ground;
+    let Ground { shadow, count, landing, mut loopbacks } = ground;
     let ports = draft.ports();
     let routes = draft.routes(&offer.rails);
     let max_inline = draft.max_inline();
@@ -314,6 +340,8 @@ fn finish(
     announce("receiving", device, &qps, &ports, offer, &routes);
     // SAFETY: the pages are mapped, page aligned, and dropped after the receiver.
     let ring = unsafe { CreditRing::new(shadow.1.base(), Stride::for_rails(ports.len())) };
+    // SAFETY: inside the pages, behind the ring.
+    let word = unsafe { shadow.1.base().add(shadow.1.len() - COUNT_LINE) }.cast();
     let receiver = Receiver::new(ReceiverParts {
         post: Arc::clone(&qps),
         shadow: ring,
@@ -322,12 +350,15 @@ fn finish(
         ring_rkey: offer.rails[0].ring_rkey,
         lanes: qps.lanes(),
         max_inline,
+        max_write: max_write(&ports, &offer.rails),
+        count: count.as_ref().map(|_| word),
         can_flush: landing.is_some(),
     });
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm {
         hot: UnsafeCell::new(receiver),
         base,
+        _count: count,
         _shadow: shadow,
         landing,
         flush_all: config.force_flush,

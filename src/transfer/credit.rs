@@ -5,7 +5,7 @@
 //! | offset | field |
 //! |---|---|
 //! | 0 | address (8) |
-//! | 8 | size (48 bits), then 16 bits: n − 1 (3), flags (5, all 0), lap (8) |
+//! | 8 | size (48 bits), then 16 bits: n − 1 (3), hinted (1, with n = 1), 0 (4), lap (8) |
 //! | 16 | rkey of each rail (4 each) |
 //! | stride − 8 | tag (4) |
 //! | stride − 4 | sequence (4): ring position + 1 |
@@ -37,7 +37,7 @@ impl Stride {
     }
 
     #[inline]
-    pub fn bytes(self) -> usize {
+    pub const fn bytes(self) -> usize {
         match self {
             Self::Narrow => 32,
             Self::Wide => 64,
@@ -72,8 +72,13 @@ pub struct Credit {
     pub size: u64,
     /// Members of the group.
     pub n: u8,
+    /// No immediate answers it ([`super::hint`]); n is 1.
+    pub hinted: bool,
     pub tag: u32,
 }
+
+/// The bit of a hinted receive.
+const HINTED: u64 = 8;
 
 /// The sequence number of a ring position; never confused with an older lap of the ring.
 #[inline]
@@ -165,13 +170,15 @@ impl CreditRing {
         let slot = slot(position);
         let word = self.word64(slot, 8).load(Ordering::Relaxed);
         let meta = word >> 48;
-        if meta >> 8 != lap(position) || meta & 0xf8 != 0 {
+        // A hinted receive is alone.
+        if meta >> 8 != lap(position) || meta & 0xff > HINTED {
             return None;
         }
         Some(Credit {
             address: self.word64(slot, 0).load(Ordering::Relaxed),
             size: word & ((1 << 48) - 1),
             n: (meta & 7) as u8 + 1,
+            hinted: meta & HINTED != 0,
             tag: self.tag(position),
         })
     }
@@ -187,8 +194,10 @@ impl CreditRing {
     #[inline]
     pub fn write(&self, position: u32, credit: &Credit, rkeys: &[u32; MAX_RAILS]) {
         debug_assert!(credit.size < 1 << 48 && (1..=MAX_GROUP).contains(&usize::from(credit.n)));
+        debug_assert!(!credit.hinted || credit.n == 1);
         let slot = slot(position);
-        let meta = u64::from(credit.n - 1) | lap(position) << 8;
+        let flags = if credit.hinted { HINTED } else { 0 };
+        let meta = u64::from(credit.n - 1) | flags | lap(position) << 8;
         self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
         self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
         for rail in (0..self.stride.rails()).step_by(2) {
@@ -221,11 +230,11 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool) {
+        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool, hint: bool) {
             let stride = if wide { Stride::Wide } else { Stride::Narrow };
             let mut memory = memory();
             let ring = memory.ring(stride);
-            let credit = Credit { address, size, n, tag };
+            let credit = Credit { address, size, n, hinted: hint && n == 1, tag };
             prop_assert!(position == u32::MAX || !ring.ready(position));
             ring.write(position, &credit, &keys);
             prop_assert!(ring.ready(position));
@@ -241,7 +250,7 @@ pub(crate) mod tests {
     fn a_torn_entry_is_not_read() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Narrow);
-        ring.write(7, &Credit { address: 1, size: 2, n: 1, tag: 3 }, &[4; 8]);
+        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, tag: 3 }, &[4; 8]);
         // The sequence of the next lap is there, the rest is still of this one.
         ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
         assert!(ring.ready(7 + 256));
@@ -252,9 +261,14 @@ pub(crate) mod tests {
     fn unknown_flags_are_refused() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Wide);
-        ring.write(0, &Credit { address: 1, size: 2, n: 1, tag: 3 }, &[4; 8]);
-        ring.word64(0, 8).fetch_or(1 << (48 + 3), Ordering::Relaxed);
-        assert_eq!(ring.read(0), None);
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, tag: 3 }, &[4; 8]);
+        for bit in 4..8 {
+            ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);
+            assert_eq!(ring.read(0), None);
+            ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);
+        }
+        ring.word64(0, 8).fetch_or((HINTED | 1) << 48, Ordering::Relaxed);
+        assert_eq!(ring.read(0), None, "a group is never hinted");
     }
 
     #[test]

@@ -5,8 +5,7 @@
 //! | 0–15 | low 16 bits of the credit's sequence number |
 //! | 16–19 | index of the portion |
 //! | 20–23 | number of portions, less one |
-//! | 24–25 | where the size is: 0, in the byte counts of the portions |
-//! | 26–31 | 0 |
+//! | 24–31 | plain writes of the portion before the one that carries this, each of the agreed largest size |
 
 use super::MAX_PORTIONS;
 
@@ -17,26 +16,27 @@ pub struct Imm {
     pub portion: u8,
     /// 1 to [`MAX_PORTIONS`].
     pub portions: u8,
+    /// Writes without an immediate that went before on the same QP.
+    pub plain: u8,
 }
 
 impl Imm {
     #[inline]
     pub fn pack(self) -> u32 {
         debug_assert!(self.portions >= 1 && usize::from(self.portions) <= MAX_PORTIONS && self.portion < self.portions);
-        u32::from(self.sequence) | u32::from(self.portion) << 16 | u32::from(self.portions - 1) << 20
+        u32::from(self.sequence)
+            | u32::from(self.portion) << 16
+            | u32::from(self.portions - 1) << 20
+            | u32::from(self.plain) << 24
     }
 
     /// None where a field has a value that no sender of this version writes.
     #[inline]
     pub fn unpack(raw: u32) -> Option<Self> {
-        let [low, high, counts, source] = raw.to_le_bytes();
+        let [low, high, counts, plain] = raw.to_le_bytes();
         let portion = counts & 0xf;
         let portions = (counts >> 4) + 1;
-        (source == 0 && portion < portions).then_some(Self {
-            sequence: u16::from_le_bytes([low, high]),
-            portion,
-            portions,
-        })
+        (portion < portions).then_some(Self { sequence: u16::from_le_bytes([low, high]), portion, portions, plain })
     }
 }
 
@@ -47,8 +47,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(sequence: u16, portions in 1u8..=16, pick: u8) {
-            let imm = Imm { sequence, portion: pick % portions, portions };
+        fn round_trip(sequence: u16, portions in 1u8..=16, pick: u8, plain: u8) {
+            let imm = Imm { sequence, portion: pick % portions, portions, plain };
             prop_assert_eq!(Imm::unpack(imm.pack()), Some(imm));
         }
 

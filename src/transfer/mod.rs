@@ -16,14 +16,33 @@
 //!   connection. Sends for the next group wait until this one is matched.
 //! * A message up to the split threshold goes over one QP (QPs take turns); a larger one in 128-byte aligned portions, sized
 //!   so that the rails finish together ([`split`]).
-//! * The size of a message is the sum of its portions' byte counts, as the receiver's own NIC counted them.
+//! * A portion longer than the agreed largest write (the least max_msg_sz of all ports of both ends) is several writes on
+//!   its one QP: plain ones of just that size, and the last, which carries the immediate and tells how many they were. A QP
+//!   keeps their order, so the immediate is last; and still one receive is consumed for each portion.
+//! * The size of a message is the sum of its portions' bytes: what the receiver's own NIC counted for the writes with an
+//!   immediate, and as many times the largest write as these say.
 //! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, always more than there can be credits
 //!   open, so that a sender never finds none.
 //!
-//! Everything that a peer can write (credits, immediates) is checked against what is open before it is used.
+//! # Hinted receives
+//! NCCL says of receives of LL and LL128 (ABI v9 and newer) that it needs no completion: flags in the data tell when they are
+//! there. Such a credit has a flag; the sender answers it with plain writes on one QP (the data land in ascending order; QPs
+//! and so rails take turns by message), and with nothing where it sends nothing. irecv's request is done at its first test. The
+//! receiver can't know what was sent, so its size is the one that was posted, an upper bound; of these protocols NCCL uses
+//! sizes for its profiler only. No receive is consumed and nothing completes on this side, hence nothing tells that a ring
+//! entry was read: the sender returns a count, and irecv answers "again" where the count is not past the entry ([`hint`]).
+//!
+//! A hinted receive counts as a use of its memory until the count has passed it. NCCL gives the memory back without having
+//! to know that: then the QPs are stopped first, and the connection closes in good order all the same, since what NCCL
+//! took for done is done.
+//!
+//! Everything that a peer can write (credits, immediates, counts) is checked against what is open before it is used.
 
 pub mod credit;
+mod hint;
 pub mod imm;
+#[cfg(test)]
+mod model;
 mod receiver;
 mod sender;
 pub mod split;
@@ -33,7 +52,8 @@ mod wire;
 mod wr_id;
 
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
-pub use sender::{SendProgress, Sender, SenderParts};
+pub use sender::{CountPath, SendProgress, Sender, SenderParts};
+pub use split::largest_message;
 pub use wire::{Fault, Flight, Keys, Lanes, Owed, Post, QpSet, RailLink};
 
 /// Entries of a credit ring; a power of two, and at least `NCCL_NET_MAX_REQUESTS` groups of [`MAX_GROUP`].
@@ -46,6 +66,8 @@ pub const MAX_RAILS: usize = 8;
 pub const MAX_PORTIONS: usize = 16;
 /// Send requests that can be outstanding on a connection; above that isend answers "again".
 pub const SEND_REQUESTS: usize = 128;
+/// Work requests that a sending QP takes.
+pub const SEND_WRS: u32 = 128;
 /// Receive requests that can be outstanding on a connection; NCCL wants 32.
 pub const RECV_REQUESTS: usize = 64;
 /// Flushes that can be outstanding: one for every receive that may be open, and as many for those just completed.

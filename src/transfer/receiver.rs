@@ -1,15 +1,17 @@
 //! The receiving side of a connection.
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+    reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 
 use super::credit::{Credit, CreditRing, sequence, slot};
+use super::hint::Horizon;
 use super::imm::Imm;
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
@@ -28,6 +30,10 @@ pub struct ReceiverParts<P> {
     pub lanes: Lanes,
     /// Bytes that a credit write may carry inside its request.
     pub max_inline: u32,
+    /// Largest write, as agreed with the peer.
+    pub max_write: u32,
+    /// Where the peer writes its count; None: it does not know hinted receives. Alive as long as the receiver.
+    pub count: Option<NonNull<AtomicU64>>,
     /// Whether every rail has a loopback QP for flushes.
     pub can_flush: bool,
 }
@@ -59,15 +65,26 @@ struct Slot {
     sequence: u16,
     /// Portions that arrived; bit per portion.
     seen: u16,
+    keys: Option<NonNull<Keys>>,
     request: u8,
     member: u8,
-    open: bool,
+    state: Entry,
+}
+
+/// What a ring entry is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+enum Entry {
+    #[default]
+    Free,
+    /// Its message has not arrived.
+    Open,
+    /// A hinted receive that the peer's count has not passed.
+    Hinted,
 }
 
 #[derive(Debug, Clone, Copy)]
 struct Request {
     sizes: [u64; MAX_GROUP],
-    keys: [Option<NonNull<Keys>>; MAX_GROUP],
     n: u8,
     /// Members that have not arrived.
     left: u8,
@@ -79,6 +96,13 @@ struct Flush {
     /// Reads under way.
     left: u8,
     generation: u8,
+}
+
+/// Low bits of a position's sequence number.
+#[inline]
+fn low16(position: u32) -> u16 {
+    let [low, high, ..] = sequence(position).to_le_bytes();
+    u16::from_le_bytes([low, high])
 }
 
 /// Reads of the NIC's own GPU memory take microseconds.
@@ -99,6 +123,7 @@ pub struct Receiver<P> {
     /// Positions whose message has not arrived.
     open: u32,
     lanes: Lanes,
+    max_write: u32,
     can_flush: bool,
     /// Room in the credit QP's send queue, and credit writes since the last that asks for a completion.
     credit_room: u32,
@@ -111,13 +136,16 @@ pub struct Receiver<P> {
     /// Receives consumed on each QP since the last batch was posted.
     consumed: Box<[u32]>,
     slots: Box<[Slot; RING]>,
+    horizon: Horizon,
+    count: Option<NonNull<AtomicU64>>,
     requests: Box<[Request; RECV_REQUESTS]>,
     flushes: Box<[Flush; FLUSHES]>,
     fault: Option<Box<Fault>>,
     post: P,
 }
 
-// SAFETY: the pointers to keys are followed under irecv's contract only, from whichever thread runs the data path.
+// SAFETY: the pointers to keys are followed under irecv's contract only, that to the count as a shared atomic, from
+// whichever thread runs the data path.
 unsafe impl<P: Send> Send for Receiver<P> {}
 
 impl<P: Post> Receiver<P> {
@@ -128,7 +156,7 @@ impl<P: Post> Receiver<P> {
 
     /// The QPs must have [`Self::RQ_DEPTH`] receives posted already.
     pub fn new(parts: ReceiverParts<P>) -> Self {
-        let empty = Request { sizes: [0; MAX_GROUP], keys: [None; MAX_GROUP], n: 0, left: 0 };
+        let empty = Request { sizes: [0; MAX_GROUP], n: 0, left: 0 };
         Self {
             shadow: parts.shadow,
             shadow_lkey: parts.shadow_lkey,
@@ -139,6 +167,7 @@ impl<P: Post> Receiver<P> {
             largest: 0,
             open: 0,
             lanes: parts.lanes,
+            max_write: parts.max_write,
             can_flush: parts.can_flush,
             credit_room: CREDIT_WRS as u32,
             credit_unsignaled: 0,
@@ -149,6 +178,8 @@ impl<P: Post> Receiver<P> {
             flush_out: [0; MAX_RAILS],
             consumed: vec![0; parts.lanes.total()].into_boxed_slice(),
             slots: Box::new([Slot::default(); RING]),
+            horizon: Horizon::default(),
+            count: parts.count,
             requests: Box::new([empty; RECV_REQUESTS]),
             flushes: Box::new([Flush::default(); FLUSHES]),
             fault: None,
@@ -170,14 +201,14 @@ impl<P: Post> Receiver<P> {
         self.largest
     }
 
-    /// Every position before this one has arrived.
+    /// Every position before this one has arrived, or was hinted: such a receive is done when it is posted.
     pub fn received(&self) -> u32 {
         let mut position = self.tail;
         let mut received = self.tail;
         let mut left = self.open;
         while left > 0 {
             position = position.wrapping_sub(1);
-            if self.slots[slot(position)].open {
+            if self.slots[slot(position)].state == Entry::Open {
                 received = position;
                 left -= 1;
             }
@@ -238,7 +269,7 @@ impl<P: Post> Receiver<P> {
         }
         let n = buffers.len();
         if !self.has_room(n) {
-            self.poll()?;
+            self.make_room()?;
             if !self.has_room(n) {
                 return Ok(None);
             }
@@ -254,18 +285,18 @@ impl<P: Post> Receiver<P> {
             // SAFETY: alive by this function's contract.
             let keys = unsafe { buffer.keys.as_ref() };
             keys.enter();
-            request.keys[member] = Some(buffer.keys);
-            let [low, high, ..] = sequence(position).to_le_bytes();
             self.slots[slot(position)] = Slot {
                 size: buffer.size,
                 bytes: 0,
-                sequence: u16::from_le_bytes([low, high]),
+                sequence: low16(position),
                 seen: 0,
+                keys: Some(buffer.keys),
                 request: index,
                 member: member as u8,
-                open: true,
+                state: Entry::Open,
             };
-            let credit = Credit { address: buffer.address, size: buffer.size, n: n as u8, tag: buffer.tag };
+            let credit =
+                Credit { address: buffer.address, size: buffer.size, n: n as u8, hinted: false, tag: buffer.tag };
             self.shadow.write(position, &credit, &keys.rkeys);
         }
         self.open += n as u32;
@@ -279,11 +310,84 @@ impl<P: Post> Receiver<P> {
         Ok(Some(index))
     }
 
+    /// Whether the peer knows hinted receives.
+    #[inline]
+    pub fn takes_hints(&self) -> bool {
+        self.count.is_some()
+    }
+
+    /// Posts a receive of one buffer that is done at its first test, with the posted size, whether data came or not; None
+    /// is "again". No receive is consumed, nothing completes here.
+    ///
+    /// # Safety
+    /// As [`Self::irecv`], but the memory stays in place until [`Keys::hinted_in_flight`] is 0, or until the QPs are in the
+    /// error state or gone.
+    pub unsafe fn irecv_hinted(&mut self, buffer: &Buffer) -> Result<Option<u8>, Fault> {
+        debug_assert!(self.takes_hints());
+        if let Some(fault) = &self.fault {
+            return Err((**fault).clone());
+        }
+        if !self.has_room(1) {
+            self.make_room()?;
+            if !self.has_room(1) {
+                return Ok(None);
+            }
+        }
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.n = 1;
+        request.left = 0;
+        request.sizes[0] = buffer.size;
+        let position = self.tail;
+        // SAFETY: alive by this function's contract.
+        let keys = unsafe { buffer.keys.as_ref() };
+        keys.enter_hinted();
+        self.horizon.posted(position);
+        self.slots[slot(position)] =
+            Slot { sequence: low16(position), keys: Some(buffer.keys), state: Entry::Hinted, ..Slot::default() };
+        let credit = Credit { address: buffer.address, size: buffer.size, n: 1, hinted: true, tag: buffer.tag };
+        self.shadow.write(position, &credit, &keys.rkeys);
+        self.largest = self.largest.max(1);
+        self.tail = position.wrapping_add(1);
+        self.write_credits(slot(position), 1)?;
+        Ok(Some(index))
+    }
+
+    /// Takes what gives room: completions, and the peer's count.
+    #[cold]
+    fn make_room(&mut self) -> Result<(), Fault> {
+        self.poll()?;
+        let Some(count) = self.count.filter(|_| self.horizon.open() > 0) else { return Ok(()) };
+        // SAFETY: alive as long as this receiver.
+        let raw = unsafe { count.as_ref() }.load(Ordering::Acquire);
+        let passed = match self.horizon.learn(raw, self.tail) {
+            Ok(passed) => passed,
+            Err(count) => {
+                let tail = self.tail;
+                return Err(self.refuse(format_args!("a count of {count}; receives were posted up to {tail}")));
+            }
+        };
+        for position in passed {
+            let slot = &mut self.slots[slot(position)];
+            // The entry may have a later receive by now.
+            if slot.state == Entry::Hinted && slot.sequence == low16(position) {
+                slot.state = Entry::Free;
+                self.horizon.passed();
+                if let Some(keys) = slot.keys.take() {
+                    // SAFETY: alive while hinted receives use it, by irecv_hinted's contract.
+                    unsafe { keys.as_ref() }.leave_hinted();
+                }
+            }
+        }
+        Ok(())
+    }
+
     #[inline]
     fn has_room(&self, n: usize) -> bool {
         self.free_len > 0
             && self.credit_room >= 2
-            && (0..n).all(|i| !self.slots[slot(self.tail.wrapping_add(i as u32))].open)
+            && (0..n).all(|i| self.slots[slot(self.tail.wrapping_add(i as u32))].state == Entry::Free)
     }
 
     /// Writes `n` entries of the shadow into the peer's ring.
@@ -399,11 +503,12 @@ impl<P: Post> Receiver<P> {
         // The low byte names the slot: sequence = position + 1.
         let place = usize::from(imm.sequence.wrapping_sub(1)) & (RING - 1);
         let slot = &mut self.slots[place];
-        if !slot.open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
+        if slot.state != Entry::Open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
             return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
         }
         slot.seen |= 1 << imm.portion;
-        slot.bytes += u64::from(a.bytes);
+        // At most 16 times 255 writes of 2 GiB.
+        slot.bytes += u64::from(imm.plain) * u64::from(self.max_write) + u64::from(a.bytes);
         if slot.bytes > slot.size {
             let (bytes, size) = (slot.bytes, slot.size);
             return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));
@@ -411,13 +516,13 @@ impl<P: Post> Receiver<P> {
         if slot.seen.count_ones() < u32::from(imm.portions) {
             return Ok(());
         }
-        slot.open = false;
+        slot.state = Entry::Free;
         self.open -= 1;
         let request = &mut self.requests[usize::from(slot.request)];
         let member = usize::from(slot.member);
         request.sizes[member] = slot.bytes;
         request.left -= 1;
-        if let Some(keys) = request.keys[member].take() {
+        if let Some(keys) = slot.keys.take() {
             // SAFETY: alive while its request is open, by irecv's contract.
             unsafe { keys.as_ref() }.leave();
         }

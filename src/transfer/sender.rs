@@ -1,19 +1,21 @@
 //! The sending side of a connection.
 #![expect(
     clippy::cast_possible_truncation,
-    reason = "indices stay below this room's constants (256 at most), lengths below max_portion; checks would cost per message"
+    reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
 
 use super::credit::{Credit, CreditRing, sequence};
+use super::hint::{self, Ledger};
 use super::imm::Imm;
 use super::split;
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
-use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_REQUESTS};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RING, SEND_REQUESTS, SEND_WRS};
 
 /// What a sender is made from.
 #[derive(Debug)]
@@ -28,10 +30,23 @@ pub struct SenderParts<P> {
     pub split_threshold: u64,
     /// QPs of a rail that a larger message is cut over.
     pub spread: usize,
-    /// Largest portion, bytes.
-    pub max_portion: u64,
-    /// Send requests that each QP takes.
-    pub sq_depth: u32,
+    /// Largest write, as agreed with the peer; not 0.
+    pub max_write: u32,
+    /// The way of the count of hinted receives; None: there are none.
+    pub count: Option<CountPath>,
+}
+
+/// How the count of hinted receives ([`super::hint`]) goes to the peer, over the first QP.
+#[derive(Debug)]
+pub struct CountPath {
+    /// Registered memory of our own, alive as long as the sender.
+    pub word: NonNull<AtomicU64>,
+    pub lkey: u32,
+    /// The receiver's word.
+    pub address: u64,
+    pub rkey: u32,
+    /// Whether it may be carried inside the request.
+    pub inline: bool,
 }
 
 /// How a send stands.
@@ -47,16 +62,26 @@ struct Request {
     size: u64,
     /// Ring position of the credit that it answers.
     position: u32,
-    portions_left: u8,
+    writes_left: u8,
     generation: u8,
+    /// Answers a hinted receive, or is the count's own.
+    hinted: bool,
 }
+
+/// The request of the count: behind those of sends.
+const COUNT: u8 = SEND_REQUESTS as u8;
 
 /// A share of a message for one QP.
 #[derive(Debug, Clone, Copy, Default)]
 struct Portion {
     qp: usize,
-    length: u32,
+    length: u64,
+    /// At most [`SEND_WRS`].
+    writes: u32,
 }
+
+/// A message of the largest size, and a shorter write at the end of each portion.
+const _: () = assert!(SEND_WRS as usize + MAX_PORTIONS <= u8::MAX as usize);
 
 /// The sending side: matches sends to credits and posts them.
 #[derive(Debug)]
@@ -72,7 +97,7 @@ pub struct Sender<P> {
     lanes: Lanes,
     spread: usize,
     split_threshold: u64,
-    max_portion: u64,
+    max_write: u64,
     speed: [u32; MAX_RAILS],
     next_qp: usize,
     next_lane: usize,
@@ -82,19 +107,24 @@ pub struct Sender<P> {
     wrs_out: [u32; MAX_RAILS],
     /// Room in each QP's send queue.
     room: Box<[u32]>,
-    requests: Box<[Request; SEND_REQUESTS]>,
+    requests: Box<[Request; SEND_REQUESTS + 1]>,
+    ledger: Ledger<RING, { RING as u32 / 4 }>,
+    count: Option<CountPath>,
+    /// The count is due, and waits for room or for the one before it.
+    overdue: bool,
     fault: Option<Box<Fault>>,
     /// Completions of no open request: dropped, counted.
     stale: u64,
     post: P,
 }
 
-// SAFETY: the pointers to keys are followed under isend's contract only, from whichever thread runs the data path.
+// SAFETY: the pointers to keys are followed under isend's contract only, that to the count's word as a shared atomic, from
+// whichever thread runs the data path.
 unsafe impl<P: Send> Send for Sender<P> {}
 
 impl<P: Post> Sender<P> {
     pub fn new(parts: SenderParts<P>) -> Self {
-        let empty = Request { keys: None, size: 0, position: 0, portions_left: 0, generation: 0 };
+        let empty = Request { keys: None, size: 0, position: 0, writes_left: 0, generation: 0, hinted: false };
         Self {
             credits: parts.credits,
             head: 0,
@@ -104,14 +134,17 @@ impl<P: Post> Sender<P> {
             lanes: parts.lanes,
             spread: parts.spread.clamp(1, parts.lanes.qps.min(MAX_PORTIONS / parts.lanes.rails)),
             split_threshold: parts.split_threshold,
-            max_portion: parts.max_portion,
+            max_write: u64::from(parts.max_write),
             speed: parts.speed,
             next_qp: 0,
             next_lane: 0,
             bytes_out: [0; MAX_RAILS],
             wrs_out: [0; MAX_RAILS],
-            room: vec![parts.sq_depth; parts.lanes.total()].into_boxed_slice(),
-            requests: Box::new([empty; SEND_REQUESTS]),
+            room: vec![SEND_WRS; parts.lanes.total()].into_boxed_slice(),
+            requests: Box::new([empty; SEND_REQUESTS + 1]),
+            ledger: Ledger::default(),
+            count: parts.count,
+            overdue: false,
             fault: None,
             stale: 0,
             post: parts.post,
@@ -129,7 +162,7 @@ impl<P: Post> Sender<P> {
 
     /// Requests that the NIC has not finished.
     pub fn in_flight(&self) -> usize {
-        self.requests.iter().filter(|r| r.portions_left > 0).count()
+        self.requests[..SEND_REQUESTS].iter().filter(|r| r.writes_left > 0).count()
     }
 
     /// Completions that belonged to no open request.
@@ -160,6 +193,9 @@ impl<P: Post> Sender<P> {
     pub unsafe fn isend(&mut self, data: u64, size: u64, tag: u32, keys: NonNull<Keys>) -> Result<Option<u8>, Fault> {
         // Once the first member is matched, its entry may hold a credit of the next lap already.
         if self.matched & 1 == 0 && !self.credits.ready(self.head) {
+            if self.overdue {
+                self.catch_up()?;
+            }
             return Ok(None);
         }
         if let Some(fault) = &self.fault {
@@ -173,8 +209,12 @@ impl<P: Post> Sender<P> {
                 return Ok(None);
             }
         }
+        let hinted = credit.hinted;
         let (one, mut several);
-        let portions = if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_portion {
+        let portions = if hinted {
+            one = [self.one_way(size)?];
+            &one[..]
+        } else if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_write {
             one = [self.whole(size)];
             &one[..]
         } else {
@@ -191,13 +231,13 @@ impl<P: Post> Sender<P> {
 
         self.free_len -= 1;
         let index = self.free[self.free_len];
-        let portions_left = portions.len() as u8;
         let request = &mut self.requests[usize::from(index)];
         request.generation = request.generation.wrapping_add(1);
         request.keys = Some(keys);
         request.size = size;
         request.position = position;
-        request.portions_left = portions_left;
+        request.hinted = hinted;
+        request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
         let generation = request.generation;
         // SAFETY: alive by this function's contract.
         let registration = unsafe { keys.as_ref() };
@@ -208,15 +248,25 @@ impl<P: Post> Sender<P> {
         let mut offset = 0u64;
         for (i, portion) in portions.iter().enumerate() {
             let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
-            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: portion.length };
+            let mut length = portion.length;
+            if portion.writes != 1 {
+                length = self.plain_writes(index, portion, (data, credit.address, offset), position)?;
+                offset += portion.length - length;
+                if portion.writes == 0 {
+                    break;
+                }
+            }
+            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: length as u32 };
+            let plain = (portion.writes - 1) as u8;
             let w = WriteWr {
                 wr_id: id.pack(),
                 local: data.wrapping_add(offset),
                 lkey: registration.lkeys[rail],
-                length: portion.length,
+                length: length as u32,
                 remote: credit.address.wrapping_add(offset),
                 rkey: self.credits.rkey(position, rail),
-                imm: Some(Imm { sequence, portion: i as u8, portions: portions_left }.pack()),
+                imm: (!hinted)
+                    .then(|| Imm { sequence, portion: i as u8, portions: portions.len() as u8, plain }.pack()),
                 signaled: true,
                 inline: false,
             };
@@ -226,11 +276,144 @@ impl<P: Post> Sender<P> {
             }
             self.room[portion.qp] -= 1;
             self.wrs_out[rail] += 1;
-            self.bytes_out[rail] += u64::from(portion.length);
-            offset += u64::from(portion.length);
+            self.bytes_out[rail] += length;
+            offset += length;
         }
         self.take(position, credit.n);
+        if hinted {
+            self.answered(index, position);
+        }
+        if self.ledger.owes() {
+            self.tell()?;
+            if self.overdue {
+                self.catch_up()?;
+            }
+        }
         Ok(Some(index))
+    }
+
+    /// The writes of a portion but the last, whose length it returns. Each is retired by its own completion: there are few, and
+    /// shares count what is still outstanding. `places`: the message's address here, there, and how much of it is posted.
+    #[cold]
+    fn plain_writes(
+        &mut self,
+        index: u8,
+        portion: &Portion,
+        places: (u64, u64, u64),
+        position: u32,
+    ) -> Result<u64, Fault> {
+        let request = self.requests[usize::from(index)];
+        let (data, address, mut offset) = places;
+        let rail = portion.qp / self.lanes.qps;
+        let length = self.max_write;
+        let id = WrId {
+            kind: Kind::Data,
+            qp: portion.qp as u8,
+            request: index,
+            generation: request.generation,
+            count: length as u32,
+        };
+        for _ in 1..portion.writes {
+            let w = WriteWr {
+                wr_id: id.pack(),
+                local: data.wrapping_add(offset),
+                // SAFETY: the request is open, so its keys are alive by isend's contract.
+                lkey: request.keys.map_or(0, |keys| unsafe { keys.as_ref() }.lkeys[rail]),
+                length: length as u32,
+                remote: address.wrapping_add(offset),
+                rkey: self.credits.rkey(position, rail),
+                imm: None,
+                signaled: true,
+                inline: false,
+            };
+            // SAFETY: as in isend.
+            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+            self.room[portion.qp] -= 1;
+            self.wrs_out[rail] += 1;
+            self.bytes_out[rail] += length;
+            offset += length;
+        }
+        Ok(portion.length - u64::from(portion.writes.saturating_sub(1)) * length)
+    }
+
+    /// A hinted receive has its send: one QP, so that the bytes land in ascending order, and nothing at all for nothing.
+    fn one_way(&mut self, size: u64) -> Result<Portion, Fault> {
+        if self.count.is_none() {
+            return Err(
+                self.stop(Fault::Protocol("the peer sent a hinted credit although none were agreed".to_owned()))
+            );
+        }
+        if size > self.largest() {
+            return Err(self.too_large(size));
+        }
+        let writes = size.div_ceil(self.max_write) as u32;
+        Ok(Portion { writes, length: size, ..self.whole(size) })
+    }
+
+    fn answered(&mut self, index: u8, position: u32) {
+        let request = &mut self.requests[usize::from(index)];
+        self.ledger.matched(position, request.writes_left > 0);
+        if request.writes_left == 0 {
+            Self::release(request);
+        }
+    }
+
+    /// Sends the count if it is due and can be.
+    fn tell(&mut self) -> Result<(), Fault> {
+        self.overdue = false;
+        let (Some(count), Some(path)) = (self.ledger.due(self.head), &self.count) else { return Ok(()) };
+        let request = &mut self.requests[usize::from(COUNT)];
+        // One at a time: its word may not change while the NIC may read it.
+        if request.writes_left > 0 || self.room[0] == 0 {
+            self.overdue = true;
+            return Ok(());
+        }
+        request.generation = request.generation.wrapping_add(1);
+        request.writes_left = 1;
+        request.hinted = true;
+        let generation = request.generation;
+        // SAFETY: alive as long as this sender.
+        unsafe { path.word.as_ref() }.store(hint::pack(count), Ordering::Relaxed);
+        let w = WriteWr {
+            wr_id: WrId { kind: Kind::Data, qp: 0, request: COUNT, generation, count: 8 }.pack(),
+            local: path.word.as_ptr() as u64,
+            lkey: path.lkey,
+            length: 8,
+            remote: path.address,
+            rkey: path.rkey,
+            imm: None,
+            signaled: true,
+            inline: path.inline,
+        };
+        // SAFETY: the word is registered and outlives the QPs.
+        if let Err(e) = unsafe { self.post.write(0, &w) } {
+            return Err(self.stop(Fault::Verb(e)));
+        }
+        self.room[0] -= 1;
+        self.wrs_out[0] += 1;
+        self.bytes_out[0] += 8;
+        self.ledger.told(self.head);
+        Ok(())
+    }
+
+    /// There may be no request left whose test would take what the count waits for.
+    #[cold]
+    fn catch_up(&mut self) -> Result<(), Fault> {
+        if self.fault.is_some() {
+            return Ok(());
+        }
+        self.poll()?;
+        self.tell()
+    }
+
+    /// A request that is hinted has completed.
+    fn acknowledged(&mut self, index: u8) -> Result<(), Fault> {
+        if index != COUNT {
+            self.ledger.acknowledged(self.requests[usize::from(index)].position);
+        }
+        self.tell()
     }
 
     /// The first unmatched member of the group at the head whose tag this is.
@@ -290,61 +473,75 @@ impl<P: Post> Sender<P> {
         if self.next_qp == self.lanes.total() {
             self.next_qp = 0;
         }
-        Portion { qp, length: size as u32 }
+        Portion { qp, length: size, writes: 1 }
     }
 
     /// Cuts a message into portions; returns how many.
     #[inline]
     fn cut(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
+        if size > self.largest() {
+            return Err(self.too_large(size));
+        }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;
         self.next_lane = (self.next_lane + self.spread) % self.lanes.qps;
         let mut count = 0;
         for (rail, &share) in shares.iter().enumerate().take(self.lanes.rails) {
-            // Equal shares of the rail's share over its QPs, whole lines, none longer than the port allows.
+            // Equal shares of the rail's share over its QPs, whole lines: at most as many as there are QPs.
             let even = share.div_ceil(self.spread as u64).next_multiple_of(split::ALIGN);
-            let longest = even.min(self.max_portion / split::ALIGN * split::ALIGN).max(split::ALIGN);
             let mut left = share;
             let mut lane = first;
             while left > 0 {
-                if count == MAX_PORTIONS {
-                    return Err(self.stop(Fault::Protocol(format!(
-                        "a message of {size} bytes does not fit {MAX_PORTIONS} portions of {} bytes: the port's max_msg_sz \
-                         is too small",
-                        self.max_portion
-                    ))));
-                }
-                let length = left.min(longest);
-                portions[count] = Portion { qp: rail * self.lanes.qps + lane % self.lanes.qps, length: length as u32 };
+                let length = left.min(even);
+                portions[count] = Portion {
+                    qp: rail * self.lanes.qps + lane % self.lanes.qps,
+                    length,
+                    writes: split::writes(length, self.max_write) as u32,
+                };
                 lane += 1;
                 count += 1;
                 left -= length;
             }
         }
         if count == 0 {
-            portions[0] = Portion { qp: first % self.lanes.qps, length: 0 };
+            portions[0] = Portion { qp: first % self.lanes.qps, length: 0, writes: 1 };
             count = 1;
         }
         Ok(count)
     }
 
     #[inline]
+    fn largest(&self) -> u64 {
+        self.max_write * u64::from(SEND_WRS)
+    }
+
+    #[cold]
+    fn too_large(&mut self, size: u64) -> Fault {
+        self.stop(Fault::Protocol(format!(
+            "a message of {size} bytes does not fit the send queue: between these ports a message has at most {} ({SEND_WRS} \
+             writes of {} bytes, the smallest max_msg_sz of both ends)",
+            self.largest(),
+            self.max_write
+        )))
+    }
+
+    #[inline]
     fn has_room(&self, portions: &[Portion]) -> bool {
-        // Several portions of one message on one QP are rare (max_msg_sz).
-        portions.iter().all(|p| self.room[p.qp] as usize >= portions.iter().filter(|o| o.qp == p.qp).count())
+        // Each is on a QP of its own.
+        portions.iter().all(|p| self.room[p.qp] >= p.writes)
     }
 
     /// How a send stands. Done frees the request.
     #[inline]
     pub fn test(&mut self, index: u8) -> Result<SendProgress, Fault> {
-        if self.requests[usize::from(index)].portions_left > 0 {
+        if self.requests[usize::from(index)].writes_left > 0 {
             if let Some(fault) = &self.fault {
                 return Err((**fault).clone());
             }
             self.poll()?;
         }
         let request = &mut self.requests[usize::from(index)];
-        if request.portions_left > 0 {
+        if request.writes_left > 0 {
             return Ok(SendProgress::Pending);
         }
         let size = request.size;
@@ -372,13 +569,16 @@ impl<P: Post> Sender<P> {
                             self.wrs_out[rail] -= 1;
                             self.bytes_out[rail] -= u64::from(id.count);
                             let request = &mut self.requests[usize::from(id.request)];
-                            if request.generation != id.generation || request.portions_left == 0 {
+                            if request.generation != id.generation || request.writes_left == 0 {
                                 self.stale += 1;
                                 continue;
                             }
-                            request.portions_left -= 1;
-                            if request.portions_left == 0 {
+                            request.writes_left -= 1;
+                            if request.writes_left == 0 {
                                 Self::release(request);
+                                if request.hinted {
+                                    self.acknowledged(id.request)?;
+                                }
                             }
                         }
                         Completion::Failed(failure) => return Err(self.failed(failure)),
@@ -405,10 +605,10 @@ impl<P: Post> Sender<P> {
     /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
     pub fn settle(&mut self, received: u32) -> bool {
         let mut all = true;
-        for request in self.requests.iter_mut().filter(|r| r.portions_left > 0) {
+        for request in self.requests[..SEND_REQUESTS].iter_mut().filter(|r| r.writes_left > 0) {
             // Positions before `received`, on a circle.
             if request.position.wrapping_sub(received) > u32::MAX / 2 {
-                request.portions_left = 0;
+                request.writes_left = 0;
                 Self::release(request);
             } else {
                 all = false;
@@ -420,11 +620,32 @@ impl<P: Post> Sender<P> {
         all
     }
 
+    /// A send for a receive that the peer, closed in good order, took for done without it: a hinted one, as all before
+    /// `received` that are still to be matched. None: there are no more of these; Some(None): again, all requests are open.
+    pub fn skip(&mut self, size: u64, received: u32) -> Option<Option<u8>> {
+        if self.head.wrapping_sub(received) <= u32::MAX / 2 {
+            return None;
+        }
+        if self.free_len == 0 {
+            return Some(None);
+        }
+        self.head = self.head.wrapping_add(1);
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.size = size;
+        request.writes_left = 0;
+        Some(Some(index))
+    }
+
     #[cold]
     fn failed(&mut self, failure: Failure) -> Fault {
         let id = WrId::unpack(failure.wr_id);
-        let bytes = self.requests.get(usize::from(id.request)).map_or(0, |r| r.size);
-        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation: "send (RDMA WRITE)", bytes })
+        let (operation, bytes) = match id.request {
+            COUNT => ("count of receives (RDMA WRITE)", 8),
+            request => ("send (RDMA WRITE)", self.requests.get(usize::from(request)).map_or(0, |r| r.size)),
+        };
+        self.stop(Fault::Completion { failure, qp: usize::from(id.qp), operation, bytes })
     }
 
     /// The first fault stays; every later call returns it.

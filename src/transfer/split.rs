@@ -1,9 +1,42 @@
-//! How a message is cut: contiguous shares, one for each rail, sized so that the rails finish together.
+//! How a message is cut: contiguous shares, one for each rail, sized so that the rails finish together; and a portion that
+//! is longer than a port's messages may be, into several writes.
 
-use super::MAX_RAILS;
+use super::credit::Stride;
+use super::{MAX_GROUP, MAX_RAILS, SEND_WRS};
 
 /// Shares are multiples of this, but for the last: LL128 lines stay whole.
 pub const ALIGN: u64 = 128;
+
+/// Longest message of a queue pair, by the InfiniBand specification (9.2).
+const LONGEST: u32 = 1 << 31;
+/// What a port is taken for that does not say how long its messages may be.
+const UNTOLD: u32 = 1 << 30;
+/// NCCL's NCCL_MAX_NET_SIZE_BYTES.
+pub const MAX_MESSAGE: u64 = 1 << 40;
+
+/// The credits of a group go in one write.
+const LEAST: u32 = 512;
+const _: () = assert!(LEAST as usize == MAX_GROUP * Stride::Wide.bytes());
+
+/// Longest write on a port whose messages have at most `max_msg_sz` bytes: whole lines. 0 where not even credits fit.
+pub fn max_write(max_msg_sz: u32) -> u32 {
+    const LINE: u32 = 128;
+    const { assert!(LINE as u64 == ALIGN) };
+    let longest = if max_msg_sz == 0 { UNTOLD } else { max_msg_sz.min(LONGEST) };
+    if longest < LEAST { 0 } else { longest / LINE * LINE }
+}
+
+/// Largest message between ports whose messages have at most `max_msg_sz` bytes. However it is cut, each portion fits the
+/// send queue of its QP.
+pub fn largest_message(max_msg_sz: u32) -> u64 {
+    (u64::from(max_write(max_msg_sz)) * u64::from(SEND_WRS)).min(MAX_MESSAGE)
+}
+
+/// Writes that a portion takes: all but the last have `max_write` bytes.
+#[inline]
+pub fn writes(length: u64, max_write: u64) -> u64 {
+    length.div_ceil(max_write).max(1)
+}
 
 /// Shares of `size` bytes by rail. A rail of speed `w` that still has `o` bytes outstanding finishes at `(o + share) / w`;
 /// the shares level these, so that an unequal or busy rail gets less, and none where it would finish last anyway.
@@ -83,6 +116,29 @@ mod tests {
         let mut outstanding = [0; 8];
         outstanding[0] = 10 << 20;
         assert_eq!(shares(1 << 20, 2, &EVEN, &outstanding)[..2], [0, 1 << 20]);
+    }
+
+    #[test]
+    fn writes_are_whole_lines_and_a_message_fills_the_send_queue() {
+        for (max_msg_sz, write) in [
+            (0, 1 << 30),
+            (1, 0),
+            (511, 0),
+            (512, 512),
+            (4096, 4096),
+            (4097, 4096),
+            (8 << 20, 8 << 20),
+            (1 << 31, 1 << 31),
+        ] {
+            assert_eq!(max_write(max_msg_sz), write, "{max_msg_sz}");
+        }
+        assert_eq!(max_write(u32::MAX), 1 << 31);
+        // Soft-RoCE: what NCCL may send through ABI v8 just fits.
+        assert_eq!(largest_message(8 << 20), 1 << 30);
+        assert_eq!((largest_message(u32::MAX), largest_message(100)), (1 << 38, 0));
+        for (length, count) in [(0, 1), (1, 1), (128, 1), (129, 2), (256, 2), (257, 3)] {
+            assert_eq!(writes(length, 128), count, "{length}");
+        }
     }
 
     proptest! {

@@ -5,6 +5,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use proptest::prelude::*;
 
@@ -44,6 +45,7 @@ struct Net {
     /// 0 sender, 1 receiver.
     sides: [Side; 2],
     qps_per_rail: usize,
+    max_write: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -55,8 +57,11 @@ struct End {
 impl Post for End {
     unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
         let mut net = self.net.borrow_mut();
-        net.sides[self.side].posts += 1;
-        net.sides[self.side].wires[qp].push_back(*w);
+        assert!(w.length <= net.max_write, "the port takes {} bytes, not {}", net.max_write, w.length);
+        let side = &mut net.sides[self.side];
+        side.posts += 1;
+        side.wires[qp].push_back(*w);
+        assert!(side.wires[qp].len() <= SEND_WRS as usize, "the send queue of QP {qp} is full");
         Ok(())
     }
 
@@ -106,10 +111,16 @@ struct Pair {
     net: Rc<RefCell<Net>>,
     sender: Sender<End>,
     receiver: Receiver<End>,
-    _rings: [Box<RingMemory>; 2],
+    rings: [Box<RingMemory>; 2],
+    /// The count at the sender, and at the receiver.
+    words: [Box<AtomicU64>; 2],
 }
 
 fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
+    pair_of(rails, qps, spread, threshold, 1 << 31)
+}
+
+fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u32) -> Pair {
     let lanes = Lanes { rails, qps };
     let side = || Side {
         wires: vec![VecDeque::new(); lanes.total()],
@@ -117,7 +128,7 @@ fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
         recvs: vec![VecDeque::new(); lanes.total()],
         posts: 0,
     };
-    let net = Rc::new(RefCell::new(Net { sides: [side(), side()], qps_per_rail: qps }));
+    let net = Rc::new(RefCell::new(Net { sides: [side(), side()], qps_per_rail: qps, max_write }));
     let stride = Stride::for_rails(rails);
     let mut rings = [memory(), memory()];
     let credits = rings[0].ring(stride);
@@ -127,6 +138,14 @@ fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
     for qp in 0..lanes.total() {
         receiver_end.recvs(qp, Receiver::<End>::recv_wr_id(qp), Receiver::<End>::RQ_DEPTH).expect("in memory");
     }
+    let words = [(); 2].map(|()| Box::new(AtomicU64::new(0)));
+    let path = CountPath {
+        word: NonNull::from(&*words[0]),
+        lkey: 1,
+        address: std::ptr::from_ref(&*words[1]) as u64,
+        rkey: 2,
+        inline: false,
+    };
     let sender = Sender::new(SenderParts {
         post: End { net: Rc::clone(&net), side: 0 },
         credits,
@@ -134,8 +153,8 @@ fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
         speed: [100; MAX_RAILS],
         split_threshold: threshold,
         spread,
-        max_portion: 1 << 31,
-        sq_depth: SEND_REQUESTS as u32,
+        max_write,
+        count: Some(path),
     });
     let receiver = Receiver::new(ReceiverParts {
         post: receiver_end,
@@ -145,9 +164,11 @@ fn pair(rails: usize, qps: usize, spread: usize, threshold: u64) -> Pair {
         ring_rkey: 2,
         lanes,
         max_inline: 0,
+        max_write,
+        count: Some(NonNull::from(&*words[1])),
         can_flush: true,
     });
-    Pair { net, sender, receiver, _rings: rings }
+    Pair { net, sender, receiver, rings, words }
 }
 
 fn keys() -> Box<Keys> {
@@ -160,9 +181,8 @@ fn byte(message: usize, offset: usize) -> u8 {
 
 /// Random groups of random sizes, sends in random order inside a window, random progress: every byte in its place, guard
 /// bytes untouched, sizes exact.
-fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, groups: usize) {
+fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
     let mut rng = Rng(seed | 1);
-    let mut p = pair(rails, qps, spread, threshold);
     let keys = keys();
     let k = NonNull::from(&*keys);
     struct Open {
@@ -171,9 +191,24 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
         buffers: Vec<Vec<u8>>,
         posted: Vec<usize>,
     }
+    impl Open {
+        fn check(&self, sizes: &[usize]) {
+            for (m, buffer) in self.buffers.iter().enumerate() {
+                let message = self.first + m;
+                for o in 0..sizes[message] {
+                    assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
+                }
+                assert!(buffer[..16].iter().all(|&b| b == 0xEE), "bytes before the buffer");
+                assert!(buffer[16 + sizes[message]..].iter().all(|&b| b == 0xEE), "bytes past the payload");
+                assert!(self.posted[m] >= sizes[message]);
+            }
+        }
+    }
     let mut next_message = 0;
     let mut posted_groups = 0;
     let mut open: Vec<Open> = Vec::new();
+    // Hinted: nobody tells when their data are there.
+    let mut blind: Vec<Open> = Vec::new();
     // What remains to be sent: (message, tag, bytes).
     let mut to_send: VecDeque<(usize, u32, Vec<u8>)> = VecDeque::new();
     let mut sending: Vec<(u8, Vec<u8>, usize)> = Vec::new();
@@ -184,7 +219,7 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
         assert!(idle < 200_000, "stuck: {posted_groups} posted, {} open, {} to send", open.len(), to_send.len());
         match rng.below(4) {
             0 if posted_groups < groups && to_send.len() < 40 => {
-                let n = 1 + rng.below(MAX_GROUP);
+                let n = if hints && rng.below(8) > 0 { 1 } else { 1 + rng.below(MAX_GROUP) };
                 let mut buffers = Vec::new();
                 let mut posted = Vec::new();
                 let mut sends = Vec::new();
@@ -214,9 +249,22 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
                         keys: k,
                     })
                     .collect();
-                // SAFETY: the buffers live in `open` until the receive is done.
-                if let Some(request) = unsafe { p.receiver.irecv(&b) }.expect("no fault") {
-                    open.push(Open { request, first: next_message, buffers, posted });
+                let hinted = n == 1 && hints && rng.below(4) > 0;
+                let request = match hinted {
+                    // SAFETY: the buffers live in `open` or `hinted` until the receive is done, or the connection gone.
+                    true => unsafe { p.receiver.irecv_hinted(&b[0]) },
+                    // SAFETY: as above.
+                    false => unsafe { p.receiver.irecv(&b) },
+                };
+                if let Some(request) = request.expect("no fault") {
+                    let group = Open { request, first: next_message, buffers, posted };
+                    if hinted {
+                        let sizes = &[group.posted[0] as u64][..];
+                        assert_eq!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes });
+                        blind.push(group);
+                    } else {
+                        open.push(group);
+                    }
                     next_message += n;
                     posted_groups += 1;
                     to_send.extend(sends);
@@ -258,23 +306,20 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
                     if let RecvProgress::Done { sizes: got } = p.receiver.test(open[i].request).expect("no fault") {
                         let group = open.swap_remove(i);
                         assert_eq!(got.len(), group.buffers.len());
-                        for (m, buffer) in group.buffers.iter().enumerate() {
-                            let message = group.first + m;
-                            assert_eq!(got[m] as usize, sizes[message], "size of member {m}");
-                            for o in 0..sizes[message] {
-                                assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
-                            }
-                            assert!(buffer[..16].iter().all(|&b| b == 0xEE), "bytes before the buffer");
-                            assert!(buffer[16 + sizes[message]..].iter().all(|&b| b == 0xEE), "bytes past the payload");
-                            assert!(group.posted[m] >= sizes[message]);
+                        for (m, &got) in got.iter().enumerate() {
+                            assert_eq!(got as usize, sizes[group.first + m], "size of member {m}");
                         }
+                        group.check(&sizes);
                         idle = 0;
                     }
                 }
             }
         }
     }
+    // Every send is acknowledged, so their bytes are there.
+    blind.iter().for_each(|group| group.check(&sizes));
     assert_eq!(keys.in_flight(), 0);
+    assert!((keys.hinted_in_flight() > 0) <= hints && keys.hinted_in_flight() <= RING as u32);
     assert_eq!(p.sender.stale(), 0);
     assert_eq!((p.sender.open(), p.receiver.open()), (0, 0));
 }
@@ -282,8 +327,284 @@ fn play(seed: u64, rails: usize, qps: usize, spread: usize, threshold: u64, grou
 proptest! {
     #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
     #[test]
-    fn every_byte_arrives_once(seed: u64, rails in 1usize..=8, qps in 1usize..=4, split: bool, threshold in prop::sample::select(vec![0u64, 256, 4096])) {
-        play(seed, rails, qps, if split { qps } else { 1 }, threshold, 60);
+    fn every_byte_arrives_once(
+        seed: u64,
+        rails in 1usize..=8,
+        qps in 1usize..=4,
+        split: bool,
+        threshold in prop::sample::select(vec![0u64, 256, 4096]),
+        max_write in prop::sample::select(vec![512u32, 1024, 4096, 1 << 31]),
+    ) {
+        play(seed, pair_of(rails, qps, if split { qps } else { 1 }, threshold, max_write), 60, false);
+    }
+
+    #[test]
+    fn hinted_and_plain_receives_mix(
+        seed: u64,
+        rails in 1usize..=3,
+        qps in 1usize..=2,
+        max_write in prop::sample::select(vec![512u32, 1 << 31]),
+    ) {
+        play(seed, pair_of(rails, qps, qps, 4096, max_write), 700, true);
+    }
+}
+
+fn buffer(target: &mut [u8], keys: &Keys) -> Buffer {
+    Buffer { address: target.as_mut_ptr() as u64, size: target.len() as u64, tag: 0, keys: NonNull::from(keys) }
+}
+
+/// NCCL may post hinted receives as fast as it likes.
+#[test]
+fn hinted_receives_wait_for_the_count() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let (data, mut target) = ([7u8; 8], [0u8; 8]);
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    let mut sent = 0;
+    for round in 0..1000 {
+        let mut posted = 0;
+        // SAFETY: the arrays outlive the test.
+        while let Some(request) = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault") {
+            assert!(matches!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes: &[8] }));
+            posted += 1;
+            while p.net.borrow_mut().step(&mut rng) {}
+        }
+        assert_eq!(posted, if round == 0 { RING } else { RING / 4 }, "round {round}");
+        assert_eq!(keys.hinted_in_flight(), RING as u32);
+        for _ in 0..RING / 4 {
+            // SAFETY: as above.
+            let request = unsafe { p.sender.isend(data.as_ptr() as u64, 8, 0, NonNull::from(&*keys)) };
+            let request = request.expect("no fault").expect("a credit");
+            while p.net.borrow_mut().step(&mut rng) {}
+            assert_eq!(p.sender.test(request).expect("no fault"), SendProgress::Done { size: 8 });
+            sent += 1;
+        }
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    assert_eq!(target, data);
+    let side = |s: usize| p.net.borrow().sides[s].posts;
+    assert_eq!((side(0), side(1)), (sent + sent / (RING as u64 / 4), sent + RING as u64 * 3 / 4), "one count in 64");
+}
+
+/// Nothing is posted for nothing, also where the application sends nothing else and so never polls.
+#[test]
+fn empty_hinted_sends_are_counted_and_cost_nothing() {
+    let mut p = pair(2, 1, 1, 1 << 14);
+    let keys = keys();
+    let mut target = [0u8; 8];
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    let mut sent = 0;
+    for _ in 0..6000 {
+        // SAFETY: the array outlives the test.
+        if let Some(request) = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault") {
+            assert!(matches!(p.receiver.test(request), Ok(RecvProgress::Done { .. })));
+        }
+        while p.net.borrow_mut().step(&mut rng) {}
+        // SAFETY: as above.
+        if let Some(request) = unsafe { p.sender.isend(64, 0, 0, NonNull::from(&*keys)) }.expect("no fault") {
+            assert_eq!(p.sender.test(request).expect("no fault"), SendProgress::Done { size: 0 });
+            sent += 1;
+        }
+    }
+    assert_eq!(sent, 6000, "nothing ever waited");
+    assert_eq!(keys.in_flight(), 0);
+    assert_eq!(p.net.borrow().sides[0].posts, 6000 / 64, "only counts");
+}
+
+#[test]
+fn hints_that_break_the_rules_are_refused() {
+    let keys = keys();
+    let mut target = [0u8; 8];
+    let b = buffer(&mut target, &keys);
+    let mut rng = Rng(5);
+    // An immediate for a hinted receive.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    // SAFETY: the array outlives the test.
+    unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+    // SAFETY: as above.
+    let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    let imm = Imm { sequence: 1, portion: 0, portions: 1, plain: 0 }.pack();
+    p.net.borrow_mut().sides[1].cqs[0].push_back(Wc::arrived(Receiver::<End>::recv_wr_id(0), 8, imm));
+    assert!(matches!(p.receiver.test(r), Err(Fault::Protocol(_))));
+    // A count of what was never posted.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    for _ in 0..RING {
+        // SAFETY: as above.
+        unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").map(|r| p.receiver.test(r).map(|_| ()));
+        while p.net.borrow_mut().step(&mut rng) {}
+    }
+    p.words[1].store(hint::pack(RING as u32 + 1), Ordering::Relaxed);
+    // SAFETY: as above.
+    let fault = unsafe { p.receiver.irecv_hinted(&b) }.expect_err("257 of 256").to_string();
+    assert!(fault.contains("257") && fault.contains("256"), "{fault}");
+    // A hinted credit where none were agreed.
+    let mut p = pair(1, 1, 1, 1 << 14);
+    p.sender = Sender::new(SenderParts {
+        post: End { net: Rc::clone(&p.net), side: 0 },
+        credits: p.rings[0].ring(Stride::Narrow),
+        lanes: Lanes { rails: 1, qps: 1 },
+        speed: [1; MAX_RAILS],
+        split_threshold: 1 << 14,
+        spread: 1,
+        max_write: 4096,
+        count: None,
+    });
+    // SAFETY: as above.
+    unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+    while p.net.borrow_mut().step(&mut rng) {}
+    // SAFETY: as above.
+    assert!(matches!(unsafe { p.sender.isend(64, 8, 0, NonNull::from(&*keys)) }, Err(Fault::Protocol(_))));
+}
+
+/// What was posted for one message: a NIC that carries it all out, on paper, since no test has such memory.
+fn on_paper(p: &mut Pair, keys: &Keys, size: u64) -> Result<u64, Fault> {
+    const FROM: u64 = 1 << 44;
+    const TO: u64 = 1 << 45;
+    let max_write = u64::from(p.net.borrow().max_write);
+    let k = NonNull::from(keys);
+    let b = Buffer { address: TO, size: 1 << 47, tag: 0, keys: k };
+    // SAFETY: nothing is copied below.
+    let receive = unsafe { p.receiver.irecv(&[b]) }?.expect("room");
+    while p.net.borrow_mut().step(&mut Rng(5)) {}
+    // SAFETY: as above.
+    let send = unsafe { p.sender.isend(FROM, size, 0, k) }?.expect("a credit and room");
+    let mut covered = Vec::new();
+    let mut net = p.net.borrow_mut();
+    for qp in 0..net.sides[0].wires.len() {
+        let writes: Vec<WriteWr> = net.sides[0].wires[qp].drain(..).collect();
+        let rail = qp / net.qps_per_rail;
+        let Some((last, plain)) = writes.split_last() else { continue };
+        assert!(plain.iter().all(|w| w.imm.is_none() && u64::from(w.length) == max_write));
+        assert!(size == 0 || (1..=max_write).contains(&u64::from(last.length)));
+        assert_eq!(Imm::unpack(last.imm.expect("of the last")).map(|i| usize::from(i.plain)), Some(plain.len()));
+        for w in &writes {
+            assert_eq!(w.local - FROM, w.remote - TO);
+            covered.push((w.local - FROM, u64::from(w.length)));
+            net.sides[0].cqs[rail].push_back(Wc::sent(w.wr_id));
+        }
+        let wr_id = net.sides[1].recvs[qp].pop_front().expect("a receive is always posted");
+        net.sides[1].cqs[rail].push_back(Wc::arrived(wr_id, last.length, last.imm.expect("as above")));
+    }
+    drop(net);
+    covered.sort_unstable();
+    let mut end = 0;
+    for (offset, length) in covered {
+        assert_eq!(offset, end, "contiguous, none twice");
+        end += length;
+    }
+    assert_eq!(p.sender.test(send)?, SendProgress::Done { size });
+    let RecvProgress::Done { sizes: &[got] } = p.receiver.test(receive)? else { panic!("everything has arrived") };
+    assert_eq!(keys.in_flight(), 0);
+    Ok(got.max(end))
+}
+
+#[test]
+fn a_message_of_any_size_up_to_the_send_queue_is_cut_and_counted() {
+    for max_write in [512, 4096, 8 << 20, 1 << 30, 1 << 31] {
+        let most = largest_message(max_write);
+        let p = u64::from(max_write);
+        assert_eq!(most, 128 * p);
+        for (rails, qps, spread) in [(1, 1, 1), (1, 4, 4), (2, 1, 1), (3, 2, 2), (8, 2, 2)] {
+            let mut pair = pair_of(rails, qps, spread, 1 << 14, max_write);
+            let keys = keys();
+            for k in [1, 2, 3, 64, 127, 128] {
+                for size in [k * p - 1, k * p, (k * p + 1).min(most)] {
+                    assert_eq!(on_paper(&mut pair, &keys, size).expect("no fault"), size);
+                }
+            }
+            for size in [0, 1, most - p, most - p + 1] {
+                assert_eq!(on_paper(&mut pair, &keys, size).expect("no fault"), size);
+            }
+        }
+    }
+}
+
+/// However uneven the rails: one may get all of a message.
+#[test]
+fn the_largest_message_fits_whatever_the_shares() {
+    for speeds in [[1, 1_000_000], [1_000_000, 1], [3, 5]] {
+        let mut pair = pair_of(2, 1, 1, 1 << 14, 4096);
+        pair.sender = Sender::new(SenderParts {
+            post: End { net: Rc::clone(&pair.net), side: 0 },
+            credits: pair.rings[0].ring(Stride::Narrow),
+            lanes: Lanes { rails: 2, qps: 1 },
+            speed: std::array::from_fn(|i| speeds[i % 2]),
+            split_threshold: 1 << 14,
+            spread: 1,
+            max_write: 4096,
+            count: None,
+        });
+        let (keys, most) = (keys(), largest_message(4096));
+        assert_eq!(on_paper(&mut pair, &keys, most).expect("no fault"), most);
+    }
+}
+
+/// Never an endless "again".
+#[test]
+fn a_message_that_can_never_fit_is_refused_in_words() {
+    let mut pair = pair_of(2, 1, 1, 1 << 14, 4096);
+    let fault = on_paper(&mut pair, &keys(), largest_message(4096) + 1).expect_err("too large").to_string();
+    assert!(fault.contains("524289 bytes") && fault.contains("524288") && fault.contains("max_msg_sz"), "{fault}");
+}
+
+/// All of a portion's writes or none: with half of them posted, the rest would wait behind other messages.
+#[test]
+fn a_portion_waits_until_all_its_writes_fit() {
+    let mut p = pair_of(1, 1, 1, 1 << 14, 128);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let data = vec![7u8; 128 * 128];
+    let mut target = vec![0u8; 128 * 128];
+    for size in [128 * 100, 128 * 29, 128] {
+        let b = Buffer { address: target.as_mut_ptr() as u64, size, tag: 0, keys: k };
+        // SAFETY: the vectors outlive the test.
+        unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    }
+    let mut rng = Rng(5);
+    while p.net.borrow_mut().step(&mut rng) {}
+    // SAFETY: as above.
+    let send = |p: &mut Pair, size| unsafe { p.sender.isend(data.as_ptr() as u64, size, 0, k) }.expect("no fault");
+    assert!(send(&mut p, 128 * 100).is_some());
+    assert_eq!(send(&mut p, 128 * 29), None, "28 are left");
+    assert_eq!(p.net.borrow().sides[0].wires[0].len(), 100);
+    p.net.borrow_mut().step(&mut rng);
+    assert!(send(&mut p, 128 * 29).is_some(), "one has completed");
+}
+
+#[test]
+fn a_plain_write_that_fails_ends_the_connection() {
+    let mut p = pair_of(1, 1, 1, 1 << 14, 128);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let (data, mut target) = ([7u8; 300], [0u8; 300]);
+    let b = Buffer { address: target.as_mut_ptr() as u64, size: 300, tag: 0, keys: k };
+    // SAFETY: the arrays outlive the test.
+    unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    while p.net.borrow_mut().step(&mut Rng(5)) {}
+    // SAFETY: as above.
+    let send = unsafe { p.sender.isend(data.as_ptr() as u64, 300, 0, k) }.expect("no fault").expect("a credit");
+    let ids: Vec<u64> = p.net.borrow().sides[0].wires[0].iter().map(|w| w.wr_id).collect();
+    let failures = [Wc::sent(ids[0]), Wc::failed(ids[1], 10, 0), Wc::failed(ids[2], 5, 249)];
+    p.net.borrow_mut().sides[0].cqs[0].extend(failures);
+    let fault = p.sender.test(send).expect_err("the second write failed").to_string();
+    assert!(fault.contains("300 bytes ended with REM_ACCESS_ERR (10)"), "{fault}");
+    assert_eq!(keys.in_flight(), 2, "the NIC may still use both");
+}
+
+/// The immediate is the peer's word: it can't count more than was asked for.
+#[test]
+fn plain_writes_that_cannot_be_are_refused() {
+    for (plain, bytes) in [(255, u32::MAX), (1, 1), (2, 0), (255, 0)] {
+        let mut p = pair_of(1, 1, 1, 1 << 14, 1 << 31);
+        let keys = keys();
+        let b = Buffer { address: 1 << 44, size: 1 << 31, tag: 0, keys: NonNull::from(&*keys) };
+        // SAFETY: nothing is written there.
+        let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+        let imm = Imm { sequence: 1, portion: 0, portions: 1, plain }.pack();
+        p.net.borrow_mut().sides[1].cqs[0].push_back(Wc::arrived(Receiver::<End>::recv_wr_id(0), bytes, imm));
+        assert!(matches!(p.receiver.test(r), Err(Fault::Protocol(_))), "{plain} and {bytes} bytes");
     }
 }
 
@@ -379,7 +700,7 @@ fn the_first_fault_stays_and_speaks_of_our_own_record() {
 
 #[test]
 fn what_no_sender_writes_is_refused() {
-    for imm in [0xffff_ffff, Imm { sequence: 2, portion: 0, portions: 1 }.pack()] {
+    for imm in [0xffff_ffff, Imm { sequence: 2, portion: 0, portions: 1, plain: 0 }.pack()] {
         let mut p = pair(1, 1, 1, 1 << 14);
         let keys = keys();
         let mut target = [0u8; 8];
@@ -399,7 +720,7 @@ fn a_portion_counts_once_and_never_past_the_buffer() {
     let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: NonNull::from(&*keys) };
     // SAFETY: the array outlives the test.
     let r = unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
-    let portion = |i| Imm { sequence: 1, portion: i, portions: 3 }.pack();
+    let portion = |i| Imm { sequence: 1, portion: i, portions: 3, plain: 0 }.pack();
     let wr_id = Receiver::<End>::recv_wr_id(0);
     p.net.borrow_mut().sides[1].cqs[0].extend([Wc::arrived(wr_id, 4, portion(0)), Wc::arrived(wr_id, 4, portion(2))]);
     assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending);

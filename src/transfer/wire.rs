@@ -15,16 +15,33 @@ pub struct Keys {
     /// Whether what arrives there is flushed: the registration then allows remote reads.
     pub flushed: bool,
     flight: Flight,
+    /// Hinted receives: done for NCCL, but what the peer has not counted may still land.
+    hinted: Flight,
 }
 
 impl Keys {
     pub fn new(lkeys: [u32; MAX_RAILS], rkeys: [u32; MAX_RAILS], flushed: bool) -> Self {
-        Self { lkeys, rkeys, flushed, flight: Flight::default() }
+        Self { lkeys, rkeys, flushed, flight: Flight::default(), hinted: Flight::default() }
     }
 
     /// Requests that use the registration now.
     pub fn in_flight(&self) -> u32 {
         self.flight.0.load(Ordering::Acquire)
+    }
+
+    /// Hinted receives that use the registration, as far as the peer has told.
+    pub fn hinted_in_flight(&self) -> u32 {
+        self.hinted.0.load(Ordering::Acquire)
+    }
+
+    #[inline]
+    pub(super) fn enter_hinted(&self) {
+        self.hinted.enter();
+    }
+
+    #[inline]
+    pub(super) fn leave_hinted(&self) {
+        self.hinted.leave();
     }
 
     #[inline]

@@ -59,8 +59,9 @@ function cell(key,   n, i, j, t, list) {
     for (i = 2; i <= n; i++)
         for (j = i; j > 1 && list[j - 1] + 0 > list[j] + 0; j--) { t = list[j]; list[j] = list[j - 1]; list[j - 1] = t }
     median = n % 2 ? list[(n + 1) / 2] : (list[n / 2] + list[n / 2 + 1]) / 2
-    return sprintf("%.3g (%.3g-%.3g)", median, list[1], list[n])
+    return digits(median) " (" digits(list[1]) "-" digits(list[n]) ")"
 }
+function digits(x) { return sprintf(x < 1000 ? "%.3g" : "%.0f", x) }
 function against(what, size, name, base) {
     return " | " cell(what " " size " " name) " | " sprintf("%.2f", what == "latency" ? base / median : median / base)
 }

@@ -65,7 +65,7 @@ row() { # name, well or ill or either, words of the first host's log, of the sec
     else
         printf '\n==== %s: %s\n' "$name" "${settings[*]}"
         said=$(env "${settings[@]}" timeout 180 "$nccl_rdma" demo --plugin "$plugin" --meet 0.0.0.0:7000 --ranks 2 \
-            --min 1M --max "${most:-1M}" --iters 40 --anew 8 --verbose 2>&1) || status=$?
+            --min 1M --max "${most:-1M}" --iters 30 --anew 8 --verbose 2>&1) || status=$?
         [[ -e /run/vm/broken ]] || fail "the job has ended before it was broken" "$said"
         took=$(($(date +%s) - $(cat /run/vm/broken)))
         [[ $end != well ]] || ((status == 0)) || fail "the job has failed" "$said"

@@ -10,7 +10,9 @@ use anyhow::{Context as _, bail, ensure};
 
 use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
 use super::{Case, Rank, Ranks};
-use crate::abi::{Buffer, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot};
+use crate::abi::{
+    Buffer, LOG_WARN, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot, Version, take_log,
+};
 use crate::wire::{self, Link};
 
 pub(super) fn all() -> Vec<Case> {
@@ -23,6 +25,7 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("all-pairs", "every process to every other, both directions at once", Any, all_pairs),
         Case::new("sizes", "every size between two processes, three rounds", Two, sizes),
         Case::new("large", "64 MiB once (16 MiB with --quick)", Two, large),
+        Case::new("huge", "4 GiB and 1 byte at once: about 9 GiB of memory, ABI v9 and newer", Two, huge).costly(),
         Case::new("zero-bytes", "empty sends between full ones, and into empty receives", Two, zero_bytes),
         Case::new("short-sends", "sends shorter than their receives: exact size, nothing behind it", Two, short_sends),
         Case::new("long-sends", "sends longer than their receives: cut to the posted size", Two, long_sends),
@@ -62,6 +65,13 @@ pub(super) fn all() -> Vec<Case> {
             Two,
             fused,
         ),
+        Case::new(
+            "hinted",
+            "receives without completion, as of LL: flags in the data tell; empty and plain ones in between",
+            Two,
+            hinted,
+        ),
+        Case::new("hinted-empty", "thousands of empty sends into receives without completion", Two, hinted_empty),
         Case::new(
             "mr-two-comms",
             "one range registered on two comms, released on one, used on the other",
@@ -236,6 +246,13 @@ fn sizes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 fn large(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let size = if rank.options.quick { 16 << 20 } else { 64 << 20 };
     play(rank, &[Flow::plain(&[size], 0)], Manner::default())
+}
+
+fn huge(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    if rank.plugin.version() < Version::V9 {
+        return rank.skip("sizes are ints up to version 8");
+    }
+    play(rank, &[Flow::plain(&[(4 << 30) + 1], 0)], Manner::default())
 }
 
 fn zero_bytes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
@@ -495,6 +512,162 @@ fn ll_lines(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         plugin.close_recv(Some(comm))?;
     }
     Ok(())
+}
+
+/// One step of a connection as NCCL's LL makes it: words of data and flag in one of a few slots.
+#[derive(Clone, Copy)]
+struct Step {
+    bytes: usize,
+    /// Of a receive that completes.
+    plain: bool,
+}
+
+/// Steps that NCCL has in flight.
+const STEPS: usize = 8;
+const LL_SLOT: usize = 64 << 10;
+/// With a guard behind.
+const LL_STRIDE: usize = LL_SLOT + 128;
+
+fn ll_range(step: usize) -> Range<usize> {
+    let start = step % STEPS * LL_STRIDE;
+    start..start + LL_SLOT
+}
+
+/// The flag is the step, so that what was there before is never taken for it.
+fn ll_word(seed: u64, step: usize, at: usize) -> u64 {
+    let word = |n: usize| u64::try_from(n).unwrap_or(0);
+    Random::new(&[seed, word(step), word(at)]).next() >> 32 | word(step + 1) << 32
+}
+
+/// The sending end: keeps the slots of the steps under way as they are.
+fn send_steps(rank: &Rank<'_>, comm: SendComm, steps: &[Step]) -> anyhow::Result<()> {
+    let plugin = rank.plugin;
+    let mut buffer = Buffer::new(STEPS * LL_STRIDE)?;
+    let memory = plugin.reg_mr(comm, &buffer, 0..buffer.len())?;
+    let mut flying = std::collections::VecDeque::new();
+    let (mut next, mut written) = (0, 0);
+    while next < steps.len() || !flying.is_empty() {
+        if let Some(&request) = flying.front()
+            && plugin.test_send(request)?.is_some()
+        {
+            flying.pop_front();
+        }
+        if next < steps.len() && flying.len() < STEPS {
+            let range = ll_range(next);
+            if written == next {
+                let payload = &mut buffer.bytes_mut()[range.start..range.start + steps[next].bytes];
+                for (i, word) in payload.as_chunks_mut().0.iter_mut().enumerate() {
+                    *word = ll_word(rank.options.seed, next, i).to_ne_bytes();
+                }
+                written += 1;
+            }
+            let range = range.start..range.start + steps[next].bytes;
+            if let Some(request) = plugin.isend(comm, &buffer, range, 0, memory)? {
+                flying.push_back(request);
+                next += 1;
+            }
+        }
+        ensure!(Instant::now() < rank.deadline, "step {next} of {} is not sent", steps.len());
+        thread::yield_now();
+    }
+    Ok(plugin.dereg_mr(comm, memory)?)
+}
+
+/// The receiving end: looks at flags as a GPU does, and posts a slot again once its step was read.
+fn receive_steps(rank: &Rank<'_>, comm: RecvComm, steps: &[Step]) -> anyhow::Result<()> {
+    let plugin = rank.plugin;
+    let buffer = Buffer::new(STEPS * LL_STRIDE)?;
+    let memory = plugin.reg_mr(comm, &buffer, 0..buffer.len())?;
+    let mut flying = std::collections::VecDeque::new();
+    let (mut posted, mut done, mut read, mut words) = (0, 0, 0, 0);
+    while read < steps.len() || !flying.is_empty() {
+        if posted < steps.len() && posted < read + STEPS {
+            let slot = Slot { buffer: &buffer, range: ll_range(posted), tag: 0, memory };
+            let request =
+                if steps[posted].plain { plugin.irecv(comm, &[slot])? } else { plugin.irecv_hinted(comm, slot)? };
+            if let Some(request) = request {
+                flying.push_back(request);
+                posted += 1;
+            }
+        }
+        if let Some(&request) = flying.front()
+            && let Some(sizes) = plugin.test_recv(request, 1)?
+        {
+            flying.pop_front();
+            let (size, bytes) = (sizes[0], steps[done].bytes);
+            ensure!(if steps[done].plain { size == bytes } else { size >= bytes }, "step {done} has size {size}");
+            done += 1;
+        }
+        // The words of a step that are there; without completion they may be there before test says done, or after.
+        if let Some(&step) = steps.get(read)
+            && (read < done || !step.plain && read < posted)
+        {
+            while words * 8 < step.bytes {
+                let seen = buffer.word(ll_range(read).start + words * 8);
+                if seen >> 32 != u64::try_from(read + 1)? {
+                    ensure!(!step.plain, "step {read} is done, but its word {words} is {seen:#018x}");
+                    break;
+                }
+                ensure!(
+                    seen == ll_word(rank.options.seed, read, words),
+                    "step {read} has {seen:#018x} at word {words}"
+                );
+                words += 1;
+            }
+            if words * 8 >= step.bytes {
+                (read, words) = (read + 1, 0);
+            }
+        }
+        ensure!(
+            Instant::now() < rank.deadline,
+            "of {} steps {posted} were posted, {done} done and {read} read",
+            steps.len()
+        );
+        thread::yield_now();
+    }
+    for step in 0..STEPS {
+        let guard = ll_range(step).end..(step + 1) * LL_STRIDE;
+        ensure!(buffer.bytes()[guard].iter().all(|&b| b == 0), "the guard behind slot {step} was written to");
+    }
+    // As NCCL does it: what test has called done is over, whether or not the sender has come to it.
+    Ok(plugin.dereg_mr(comm, memory)?)
+}
+
+fn play_steps(rank: &mut Rank<'_>, steps: &[Step]) -> anyhow::Result<()> {
+    let link = [Link::new(1 - rank.rank, "steps")];
+    let (to, from): (&[_], &[_]) = if rank.rank == 0 { (&link, &[]) } else { (&[], &link) };
+    let wires = wire::connect(rank.plugin, rank.mail, rank.options.dev, to, from, rank.deadline)?;
+    rank.barrier()?;
+    take_log();
+    if let [comm] = wires.sends[..] {
+        send_steps(rank, comm, steps)?;
+        // The receiver has gone.
+        rank.barrier()?;
+        rank.plugin.close_send(Some(comm))?;
+    }
+    if let [comm] = wires.recvs[..] {
+        receive_steps(rank, comm, steps)?;
+        rank.plugin.close_recv(Some(comm))?;
+        rank.barrier()?;
+    }
+    let warning = take_log().into_iter().find(|line| line.level <= LOG_WARN);
+    ensure!(warning.is_none(), "everything went well, but: {}", warning.map_or_else(String::new, |w| w.to_string()));
+    Ok(())
+}
+
+fn hinted(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let mut random = rank.random(0, 1, 7);
+    let bytes = [0, 8, 8, 16, 128, 4096, 8, LL_SLOT];
+    let steps: Vec<_> = (0..rank.rounds(2400))
+        // Long runs of each, and single plain ones among the others.
+        .map(|i| Step { bytes: bytes[random.below(bytes.len())], plain: i / 300 % 3 == 2 || random.below(40) == 0 })
+        .collect();
+    play_steps(rank, &steps)
+}
+
+fn hinted_empty(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    let steps = vec![Step { bytes: 0, plain: false }; rank.rounds(4000)];
+    play_steps(rank, &steps)
 }
 
 fn mr_two_comms(rank: &mut Rank<'_>) -> anyhow::Result<()> {

@@ -67,16 +67,27 @@ struct Case {
     play: Play,
     /// Rank that kills itself as part of the case.
     dies: Option<usize>,
+    /// Takes so much time or memory that it is played only when asked for by name.
+    costly: bool,
 }
 
 impl Case {
     const fn new(name: &'static str, about: &'static str, ranks: Ranks, play: Play) -> Self {
-        Self { name, about, ranks, play, dies: None }
+        Self { name, about, ranks, play, dies: None, costly: false }
     }
 
     const fn kills(mut self, rank: usize) -> Self {
         self.dies = Some(rank);
         self
+    }
+
+    const fn costly(mut self) -> Self {
+        self.costly = true;
+        self
+    }
+
+    fn chosen(&self, only: &[String]) -> bool {
+        if only.is_empty() { !self.costly } else { only.iter().any(|name| name == self.name) }
     }
 }
 
@@ -93,7 +104,8 @@ enum Note {
 /// Prints names and meanings.
 pub(crate) fn list() {
     for case in all() {
-        println!("{:<24} {}", case.name, case.about);
+        let when = if case.costly { " (only with --only)" } else { "" };
+        println!("{:<24} {}{when}", case.name, case.about);
     }
 }
 
@@ -108,7 +120,7 @@ pub(crate) fn run(options: &Options, only: &[String], meeting: Option<&Meeting>)
     let version = Plugin::load(&options.plugin, options.abi)?.version().number();
     println!("contract of NCCL's network plugins, ABI v{version}: {}, seed {}", options.plugin.display(), options.seed);
     println!("{}", ROWS.head());
-    for case in all().iter().filter(|c| only.is_empty() || only.iter().any(|n| n == c.name)) {
+    for case in all().iter().filter(|c| c.chosen(only)) {
         let start = Instant::now();
         let (result, note) = match play(case, options, meeting)? {
             Verdict::Passed => {

@@ -22,6 +22,8 @@ pub(crate) struct Setting {
     pub(crate) group: usize,
     /// Whether each receive is flushed.
     pub(crate) flush: bool,
+    /// Whether receives need no completion, as of LL.
+    pub(crate) hinted: bool,
     pub(crate) env: &'static [(&'static str, &'static str)],
 }
 
@@ -39,12 +41,13 @@ impl Setting {
 /// receives are posted 64 at a time on each QP, every 32nd credit write asks for a completion.
 pub(crate) const MESSAGES: usize = 1024;
 
-const PLAIN: Setting = Setting { name: "", bytes: 8, depth: 1, group: 1, flush: false, env: &[] };
+const PLAIN: Setting = Setting { name: "", bytes: 8, depth: 1, group: 1, flush: false, hinted: false, env: &[] };
 const TWO_RAILS: (&str, &str) = ("NCCL_NET_RDMA_RAILS", "soft_0+soft_1");
 
-pub(crate) const SETTINGS: [Setting; 9] = [
+pub(crate) const SETTINGS: [Setting; 10] = [
     Setting { name: "8 B", ..PLAIN },
     Setting { name: "8 B, 8 deep", depth: 8, ..PLAIN },
+    Setting { name: "8 B, hinted", hinted: true, ..PLAIN },
     Setting { name: "64 KiB", bytes: 64 << 10, ..PLAIN },
     Setting { name: "512 KiB", bytes: 512 << 10, ..PLAIN },
     Setting { name: "8 B, groups of 8", group: 8, ..PLAIN },
@@ -92,11 +95,14 @@ pub(crate) fn calls(setting: &Setting) -> Vec<(&'static str, usize)> {
     let mut calls = vec![
         ("isend_refused", setting.rounds()),
         ("irecv", receives),
-        ("test_pending", setting.rounds()),
         ("isend", MESSAGES),
         ("test_recv", receives),
         ("test_send", MESSAGES),
     ];
+    // A receive that needs no completion is never pending.
+    if !setting.hinted {
+        calls.push(("test_pending", setting.rounds()));
+    }
     if setting.flush {
         calls.extend([("iflush", receives), ("test_flush", receives)]);
     }
@@ -139,7 +145,11 @@ mod measured {
 
     #[inline(never)]
     pub(super) fn irecv(pair: &Pair<'_>, slots: &[Slot<'_>]) -> anyhow::Result<Request> {
-        pair.plugin.irecv(pair.recv, slots)?.context("irecv had no room")
+        let posted = match slots {
+            [slot] if pair.setting.hinted => pair.plugin.irecv_hinted(pair.recv, slot.clone())?,
+            slots => pair.plugin.irecv(pair.recv, slots)?,
+        };
+        posted.context("irecv had no room")
     }
 
     #[inline(never)]
@@ -186,7 +196,9 @@ impl Pair<'_> {
         for _ in 0..self.setting.depth {
             receives.push(measured::irecv(self, slots)?);
         }
-        measured::test_pending(self, receives[0])?;
+        if !self.setting.hinted {
+            measured::test_pending(self, receives[0])?;
+        }
         let mut sends = Vec::with_capacity(self.setting.depth * self.setting.group);
         for _ in 0..self.setting.depth {
             for slot in slots {
@@ -209,8 +221,9 @@ impl Pair<'_> {
 
 /// Connects and runs one setting.
 pub(crate) fn run(plugin: &Path, setting: &Setting) -> anyhow::Result<()> {
-    // Always one version, so that figures can be compared.
-    let (plugin, _) = pipe::open(plugin, Some(Version::V8), 0)?;
+    // Always one version, so that figures can be compared; the first that knows hints where these count.
+    let version = if setting.hinted { Version::V9 } else { Version::V8 };
+    let (plugin, _) = pipe::open(plugin, Some(version), 0)?;
     let (mut handle, listener) = plugin.listen(0)?;
     let (mut send, mut recv) = (None, None);
     let deadline = Instant::now() + Duration::from_secs(60);

@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::operation::{Operation, Part};
-use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, encode};
+use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, differing, encode};
 use crate::gpu::{Gpu, Kind, Nccl, Place};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{self, Table};
@@ -53,6 +53,12 @@ pub(crate) struct Args {
     /// NCCL must have fused NICs (NCCL_NET_MERGE_LEVEL), and all data go through what came of it
     #[arg(long)]
     fused: bool,
+    /// Types of the elements
+    #[arg(long = "type", value_enum, value_delimiter = ',', default_value = "float,int32")]
+    kinds: Vec<Kind>,
+    /// Algorithm that NCCL must use (NCCL_ALGO) [default: as NCCL likes]
+    #[arg(long, value_name = "ALGO")]
+    algo: Option<String>,
     /// Protocols, each in fresh processes
     #[arg(long, value_delimiter = ',', default_value = "Simple,LL")]
     protos: Vec<String>,
@@ -76,6 +82,7 @@ pub(crate) struct Job {
     device: i32,
     placement: Placement,
     operations: Vec<Operation>,
+    kinds: Vec<Kind>,
     sizes: Vec<usize>,
     iters: usize,
 }
@@ -85,7 +92,7 @@ pub(crate) struct Job {
 struct Row {
     operation: Operation,
     count: usize,
-    kind: String,
+    kind: Kind,
     places: [Option<Figure>; 2],
 }
 
@@ -116,13 +123,14 @@ struct Check<'a> {
     libraries: &'a Libraries,
     logs: &'a Path,
     channels: u32,
+    algo: Option<String>,
     time_limit: Duration,
     job: Job,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let common = &args.common;
-    let sizes = table::doubling(args.min.max(4), args.max);
+    let sizes = table::doubling(args.min.max(8), args.max);
     ensure!(!sizes.is_empty(), "no size between {} and {}", args.min, args.max);
     let (per_host, gpus) = (usize::from(args.per_host), usize::from(args.gpus));
     ensure!(gpus <= per_host, "--gpus {gpus} is more than --per-host {per_host}: each rank has one GPU");
@@ -147,12 +155,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         libraries: &common.libraries(&logs)?,
         logs: &logs,
         channels: common.channels,
+        algo: args.algo.clone(),
         time_limit: Duration::from_secs(args.time_limit),
         job: Job {
             nccl: common.nccl.clone(),
             device: common.device,
             placement: placement.clone(),
             operations: args.operations.clone(),
+            kinds: args.kinds.clone(),
             sizes,
             iters: usize::try_from(args.iters)?,
         },
@@ -198,10 +208,12 @@ impl Check<'_> {
     fn play(&self, setting: &Setting, protocol: &str) -> anyhow::Result<usize> {
         let log_of = |rank: &str| self.logs.join(format!("check-{}-{protocol}-rank{rank}.log", setting.slug()));
         super::forget_logs(setting, log_of);
+        let mut env = setting.environment(self.libraries, Some(protocol), self.channels, &log_of("{rank}"))?;
+        env.extend(self.algo.iter().map(|algo| ("NCCL_ALGO".to_owned(), algo.clone())));
         let spec = Spec {
             ranks: setting.ranks,
             job: procs::Job::NcclCheck(self.job.clone()),
-            env: setting.environment(self.libraries, Some(protocol), self.channels, &log_of("{rank}"))?,
+            env,
             same_host: false,
             per_host: setting.placement.per_host,
             time_limit: self.time_limit,
@@ -214,10 +226,10 @@ impl Check<'_> {
         let (mut rows, mut wrong) = (0, 0);
         let outcomes = procs::run(&spec, |_, value| {
             let Ok(row) = serde_json::from_value::<Row>(value) else { return };
-            let key = |r: &Row| (r.operation.name(), r.count, r.kind.clone());
+            let key = |r: &Row| (r.operation.name(), r.count, r.kind.name());
             let at = pending.iter().position(|(p, _)| key(p) == key(&row));
             let at = at.unwrap_or_else(|| {
-                pending.push((Row { places: [None; 2], kind: row.kind.clone(), ..row }, 0));
+                pending.push((Row { places: [None; 2], ..row }, 0));
                 pending.len() - 1
             });
             let (sum, count) = &mut pending[at];
@@ -239,7 +251,7 @@ impl Check<'_> {
         if let Some(why) = procs::failure(&outcomes) {
             bail!("{why}{}", super::warnings(setting, log_of));
         }
-        let expected = self.job.operations.len() * self.job.sizes.len() * Kind::ALL.len();
+        let expected = self.job.operations.len() * self.job.sizes.len() * self.job.kinds.len();
         ensure!(rows == expected, "{rows} of {expected} rows came");
         ensure!(wrong == 0, "{wrong} elements are wrong");
         super::proven(setting, log_of)?;
@@ -250,7 +262,7 @@ impl Check<'_> {
 
 #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
 fn cells(row: &Row, ranks: usize) -> String {
-    let bytes = row.count * 4;
+    let bytes = row.count * row.kind.size();
     let place = |i: usize| match row.places[i] {
         Some(Figure { seconds, wrong }) => {
             let alg = bytes as f64 / seconds.max(1e-9) / 1e9;
@@ -261,7 +273,7 @@ fn cells(row: &Row, ranks: usize) -> String {
     };
     let ([time, alg, bus, wrong], [time_in, alg_in, bus_in, wrong_in]) = (place(0), place(1));
     let (operation, size, count) = (row.operation.name().to_owned(), bytes.to_string(), row.count.to_string());
-    let (kind, op) = (row.kind.clone(), row.operation.reduction().to_owned());
+    let (kind, op) = (row.kind.name().to_owned(), row.operation.reduction().to_owned());
     ROWS.row([operation, size, count, kind, op, time, alg, bus, wrong, time_in, alg_in, bus_in, wrong_in])
 }
 
@@ -271,32 +283,32 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let gpu = Gpu::open(job.device + i32::try_from(job.placement.gpu(rank))?)?;
     let nccl = Nccl::load(job.nccl.as_deref())?;
     let comm = super::join(&nccl, seat, mail, "unique id")?;
-    let sizes = job.sizes.iter().flat_map(|&s| job.operations.iter().map(move |o| o.elements(s / 4, ranks) * 4));
-    let most = sizes.max().unwrap_or(0);
+    // Where elements are dealt out each rank has at least one, of 8 bytes at most.
+    let most = job.sizes.iter().copied().max().unwrap_or(0).max(8 * ranks);
     let (input, output) = (gpu.alloc(most)?, gpu.alloc(most)?);
     let mut bytes = vec![0; most];
     for &operation in &job.operations {
         for (round, &size) in job.sizes.iter().enumerate() {
-            let part = Part::new(operation, size / 4, round, rank, ranks);
-            for kind in Kind::ALL {
+            for &kind in &job.kinds {
+                let part = Part::new(operation, kind, size / kind.size(), round, rank, ranks);
                 let out_of_place = Some((Place::from(&input), Place::from(&output)));
                 let in_place = part.in_place().map(|(from, to)| {
                     let place = Place::from(&input);
-                    (place.skip(from * 4), place.skip(to * 4))
+                    (place.skip(from * kind.size()), place.skip(to * kind.size()))
                 });
                 let mut places = [None; 2];
                 for (at, place) in [out_of_place, in_place].into_iter().enumerate() {
                     let Some((from, to)) = place else { continue };
                     let queue = |times: usize| -> anyhow::Result<f64> {
                         let start = Instant::now();
-                        (0..times).try_for_each(|_| part.queue(&comm, &gpu, from, to, kind))?;
+                        (0..times).try_for_each(|_| part.queue(&comm, &gpu, from, to))?;
                         comm.wait(&gpu, PATIENCE)?;
                         Ok(start.elapsed().as_secs_f64())
                     };
                     let mut judge = || -> anyhow::Result<u64> {
-                        let got = &mut bytes[..part.taken() * 4];
+                        let got = &mut bytes[..part.taken() * kind.size()];
                         gpu.download(got, to)?;
-                        Ok(wrong(got, kind, &part))
+                        Ok(differing(kind, got, (0..).map(|i| part.takes(i))))
                     };
                     gpu.wipe(&output, 0xff)?;
                     gpu.wipe(&input, 0xff)?;
@@ -312,8 +324,8 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
                     }
                     places[at] = Some(Figure { seconds, wrong });
                 }
-                let count = operation.elements(size / 4, ranks);
-                mail.report(&Row { operation, count, kind: kind.name().to_owned(), places })?;
+                let count = operation.elements(size / kind.size(), ranks);
+                mail.report(&Row { operation, count, kind, places })?;
             }
         }
     }
@@ -322,15 +334,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
 }
 
 fn given(part: &Part, kind: Kind) -> Vec<u8> {
-    (0..part.given()).flat_map(|i| encode(kind, part.gives(i))).collect()
-}
-
-/// Elements that are not what must come out.
-fn wrong(got: &[u8], kind: Kind, part: &Part) -> u64 {
-    let (elements, _) = got.as_chunks::<4>();
-    let differs = |(i, &got): (usize, &[u8; 4])| part.takes(i).is_some_and(|must| got != encode(kind, must));
-    let count = elements.iter().enumerate().filter(|&element| differs(element)).count();
-    u64::try_from(count).unwrap_or(u64::MAX)
+    (0..part.given()).flat_map(|i| encode(kind, part.gives(i)).into_iter().take(kind.size())).collect()
 }
 
 #[cfg(test)]
@@ -339,16 +343,16 @@ mod tests {
 
     #[test]
     fn results_are_judged_exactly() {
-        for kind in Kind::ALL {
-            let part = Part::new(Operation::AllReduce, 100, 3, 1, 2);
-            let other = Part::new(Operation::AllReduce, 100, 3, 0, 2);
-            let mut sum: Vec<u8> = (0..100).flat_map(|i| encode(kind, part.gives(i) + other.gives(i))).collect();
-            assert_eq!(wrong(&sum, kind, &part), 0);
-            assert_eq!(wrong(&sum, kind, &Part::new(Operation::AllReduce, 100, 3, 1, 3)), 100);
-            sum[17] ^= 1;
-            assert_eq!(wrong(&sum, kind, &part), 1);
+        for kind in [Kind::Float, Kind::Int32, Kind::Half, Kind::Int8, Kind::Double] {
+            let part = |rank| Part::new(Operation::AllReduce, kind, 100, 3, rank, 2);
+            let sum = |i| part(0).gives(i) + part(1).gives(i);
+            let mut got: Vec<u8> = (0..100).flat_map(|i| encode(kind, sum(i))[..kind.size()].to_vec()).collect();
+            let wrong = |got: &[u8]| differing(kind, got, (0..).map(|i| part(1).takes(i)));
+            assert_eq!(wrong(&got), 0);
+            got[17 * kind.size()] ^= 1;
+            assert_eq!(wrong(&got), 1);
         }
-        let part = Part::new(Operation::AllToAll, 2, 0, 1, 2);
+        let part = Part::new(Operation::AllToAll, Kind::Int32, 2, 0, 1, 2);
         assert_eq!(given(&part, Kind::Int32)[4..], part.gives(1).to_ne_bytes());
     }
 }

@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 
-use super::{sum, value};
+use super::value_of;
 use crate::gpu::{Communicator, Gpu, Kind, Place};
 
 /// An operation of a communicator.
@@ -23,6 +23,7 @@ pub(crate) enum Operation {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
     operation: Operation,
+    kind: Kind,
     rank: usize,
     ranks: usize,
     /// Elements for each rank where they are dealt out, else all.
@@ -74,10 +75,10 @@ impl Operation {
 }
 
 impl Part {
-    pub(crate) fn new(operation: Operation, count: usize, round: usize, rank: usize, ranks: usize) -> Self {
+    pub(crate) fn new(operation: Operation, kind: Kind, count: usize, round: usize, rank: usize, ranks: usize) -> Self {
         let all = operation.elements(count, ranks);
         let chunk = if operation.deals() { all / ranks } else { all };
-        Self { operation, rank, ranks, chunk, round }
+        Self { operation, kind, rank, ranks, chunk, round }
     }
 
     fn root(&self) -> usize {
@@ -112,13 +113,13 @@ impl Part {
 
     /// Element `i` of what this rank gives.
     pub(crate) fn gives(&self, i: usize) -> i32 {
-        value(self.rank, i, self.round)
+        value_of(self.kind, self.rank, i, self.round)
     }
 
     /// Element `i` of what this rank must take; None: what comes is not for it.
     pub(crate) fn takes(&self, i: usize) -> Option<i32> {
-        let of = |rank, i| value(rank, i, self.round);
-        let summed = |i| sum(self.ranks, i, self.round);
+        let of = |rank, i| value_of(self.kind, rank, i, self.round);
+        let summed = |i| (0..self.ranks).map(|rank| of(rank, i)).sum();
         match self.operation {
             Operation::AllReduce => Some(summed(i)),
             Operation::AllGather => Some(of(i / self.chunk, i % self.chunk)),
@@ -141,9 +142,8 @@ impl Part {
         gpu: &Gpu,
         from: Place<'_>,
         to: Place<'_>,
-        kind: Kind,
     ) -> anyhow::Result<()> {
-        let (count, root) = (self.chunk, self.root());
+        let (count, root, kind) = (self.chunk, self.root(), self.kind);
         ensure!(count > 0, "an operation without elements");
         match self.operation {
             Operation::AllReduce => comm.all_reduce(gpu, from, to, count, kind),
@@ -157,8 +157,8 @@ impl Part {
             }),
             Operation::AllToAll => comm.group(|| {
                 (0..self.ranks).try_for_each(|peer| {
-                    comm.send(gpu, from.skip(peer * count * 4), count, kind, peer)?;
-                    comm.recv(gpu, to.skip(peer * count * 4), count, kind, peer)
+                    comm.send(gpu, from.skip(peer * count * kind.size()), count, kind, peer)?;
+                    comm.recv(gpu, to.skip(peer * count * kind.size()), count, kind, peer)
                 })
             }),
         }
@@ -171,8 +171,8 @@ mod tests {
     use clap::ValueEnum as _;
 
     /// Plays an operation by its definition over what the ranks give.
-    fn played(operation: Operation, count: usize, ranks: usize, round: usize) {
-        let parts: Vec<_> = (0..ranks).map(|rank| Part::new(operation, count, round, rank, ranks)).collect();
+    fn played(operation: Operation, kind: Kind, count: usize, ranks: usize, round: usize) {
+        let parts: Vec<_> = (0..ranks).map(|rank| Part::new(operation, kind, count, round, rank, ranks)).collect();
         let given: Vec<Vec<i32>> = parts.iter().map(|p| (0..p.given()).map(|i| p.gives(i)).collect()).collect();
         let total: Vec<i32> = (0..given[0].len()).map(|i| given.iter().map(|g| g[i]).sum()).collect();
         for (rank, part) in parts.iter().enumerate() {
@@ -205,7 +205,9 @@ mod tests {
         for &operation in Operation::value_variants() {
             for (count, ranks) in [(2, 4), (12, 3), (1000, 4)] {
                 for round in 0..3 {
-                    played(operation, count, ranks, round);
+                    for kind in [Kind::Int8, Kind::Float] {
+                        played(operation, kind, count, ranks, round);
+                    }
                 }
             }
         }
