@@ -692,6 +692,7 @@ impl RecvComm {
 mod tests {
     use super::*;
     use crate::net::tests::{Lines, connection, engine, until};
+    use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.
     fn register<const N: usize>(comm: &Comm, array: &[u8; N]) -> Arc<MrHandle> {
@@ -764,6 +765,29 @@ mod tests {
         assert_eq!(to, [0; 8]);
         close(recv);
         close(send);
+    }
+
+    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too.
+    #[test]
+    fn a_fence_with_everything_outstanding_fits_the_completion_queues() {
+        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4")]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (other, mut there) = (connection(&engine), [0; 8]);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        while irecv(&recv, &mut to, &recv_mr).expect("no fault").is_some() {}
+        while isend(&send, &from, &send_mr).expect("no fault").is_some() {}
+        for comm in [&recv, &send] {
+            comm.base().fence();
+            assert!(*comm.base().fenced.lock().expect("no panic"));
+        }
+        // Nothing has been polled. A queue that ran over breaks the device, and with it every connection.
+        std::thread::sleep(Duration::from_millis(100));
+        let mrs = (register(&other.0, &from), register(&other.1, &there));
+        transfer(&other, &from, &mut there, (&mrs.0, &mrs.1));
+        for comm in [send, recv, other.0, other.1] {
+            close(comm);
+        }
     }
 
     fn irecv_hinted(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Option<Request> {

@@ -140,7 +140,7 @@ fn listeners_leave_nothing() {
 /// A device with few QPs and regions: what a connection held is there for the next one.
 #[test]
 fn what_a_connection_held_is_free_for_the_next() {
-    let limits = "max_qp = 2\nmax_mr = 4";
+    let limits = "max_qp = 2\nmax_mr = 5";
     let fabric = host("a", &[roce("soft0", "10.0.0.1", limits, "")]);
     alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |_| {
         let plugin = Plugin::started();

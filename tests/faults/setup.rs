@@ -45,7 +45,7 @@ macro_rules! set_up_failures {
 set_up_failures! {
     connect_fails_to_register_its_ring: "reg_mr:1:ENOMEM", ["ibv_reg_mr on soft0", "Cannot allocate memory"];
     connect_fails_to_create_a_cq: "create_cq:1:ENOMEM", ["ibv_create_cq on soft0", "Cannot allocate memory", "memlock limit"];
-    connect_fails_to_create_a_qp: "create_qp:1:EINVAL", ["ibv_create_qp on soft0", "Invalid argument"];
+    connect_fails_to_create_a_qp: "create_qp:1:EINVAL,create_qp:2:EINVAL", ["ibv_create_qp on soft0", "Invalid argument"];
     connect_fails_to_take_its_qp_to_init: "modify_qp:1:EIO", ["ibv_modify_qp on soft0", "to INIT"];
     accept_fails_to_create_a_cq: "create_cq:2:ENOMEM", ["ibv_create_cq on soft1", "Cannot allocate memory"];
     accept_fails_to_create_a_qp: "create_qp:2:EINVAL,create_qp:3:EINVAL", ["ibv_create_qp on soft1", "Invalid argument"];
@@ -71,9 +71,10 @@ fn a_failure_on_the_second_rail_leaves_nothing_of_the_first() {
             roce("b1", "10.0.1.2", tight, ""),
         ],
     );
-    // In order: connecting a0, a1, accepting b0, b1. First connect fails at a1, then accept at b1.
+    // In order: connecting a0, a1, accepting b0, b1; a refused one is tried again without inline. First connect fails at a1,
+    // then accept at b1.
     let env = [
-        ("SOFT_HCA_FAIL", "create_qp:2:EINVAL,create_qp:6:EINVAL,create_qp:7:EINVAL"),
+        ("SOFT_HCA_FAIL", "create_qp:2:EINVAL,create_qp:3:EINVAL,create_qp:7:EINVAL,create_qp:8:EINVAL"),
         ("NCCL_NET_RDMA_RAILS", "a0+a1,b0+b1"),
     ];
     alone(&Setting { fabric: Some(&fabric), env: &env }, |_| {
