@@ -43,6 +43,13 @@ pub(crate) fn in_forked_child() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
+/// This process is a child of fork and called a verb of its parent's.
+pub(crate) fn trace_refusal() {
+    if let Some(adapter) = ADAPTER.get().and_then(Option::as_ref) {
+        adapter.trace.refused(adapter.host_name());
+    }
+}
+
 extern "C" fn after_fork_in_child() {
     FORKED.store(true, Ordering::Relaxed);
     registry::let_go_in_child();

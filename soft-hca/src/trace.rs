@@ -1,5 +1,5 @@
 //! What programs tell their queue pairs: `SOFT_HCA_TRACE` names a file, to which every process appends one line for each
-//! successful ibv_modify_qp, with all attributes then in force.
+//! successful ibv_modify_qp, with all attributes then in force, and one for each verb that a child of fork calls in vain.
 use crate::qp::{Attr, State};
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -21,8 +21,17 @@ impl Trace {
 
     /// One line; written whole, so that lines of several processes don't mix.
     pub(crate) fn modified(&self, host: &str, device: &str, qp: u32, state: State, attr: &Attr) {
+        self.append(|| line(host, device, qp, state, attr));
+    }
+
+    /// A verb of a forked child, refused.
+    pub(crate) fn refused(&self, host: &str) {
+        self.append(|| format!("host={host} pid={} refused=forked", std::process::id()));
+    }
+
+    fn append(&self, line: impl FnOnce() -> String) {
         let Some(mut file) = self.0.as_ref() else { return };
-        let mut line = line(host, device, qp, state, attr);
+        let mut line = line();
         line.push('\n');
         // A full disk must not fail a verb.
         let _ = file.write_all(line.as_bytes());

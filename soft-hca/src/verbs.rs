@@ -123,11 +123,18 @@ fn minus_one(body: impl FnOnce() -> Result<(), c_int>) -> c_int {
     if code(body) == 0 { 0 } else { -1 }
 }
 
+/// With real verbs a child of fork works on what its parent has.
+#[cold]
+fn refused_in_child() -> c_int {
+    adapter::trace_refusal();
+    libc::EIO
+}
+
 /// # Safety
 /// `at` is null or an object of type `T` that this module handed out.
 unsafe fn object<'a, T>(at: *mut impl Sized) -> Result<&'a T, c_int> {
     if adapter::in_forked_child() {
-        return Err(libc::EIO);
+        return Err(refused_in_child());
     }
     // SAFETY: the caller's.
     unsafe { at.cast::<T>().as_ref() }.ok_or(libc::EINVAL)

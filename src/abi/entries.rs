@@ -12,11 +12,11 @@ use std::sync::Arc;
 use crate::config::Config;
 use crate::memory::Memory;
 use crate::net::{
-    self, Accepting, Attributes, Comm, CommContext, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested,
+    self, Accepting, Attributes, Comm, CommContext, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested, fork,
 };
 use crate::transfer::MAX_GROUP;
 
-use super::guard::call;
+use super::guard::{call, call_data, give_back};
 use super::types::{
     MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_OPTIONAL_RECV_COMPLETION, NCCL_NET_TRAFFIC_CLASS_UNDEF,
     NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t, ncclProfilerCallback_t, ncclResult_t,
@@ -402,7 +402,7 @@ pub(super) unsafe extern "C" fn open<const VERSION: u8, C: CommConfig>(
 }
 
 pub(super) unsafe extern "C" fn finalize(ctx: *mut c_void) -> ncclResult_t {
-    call("finalize", || {
+    give_back("finalize", || {
         // NCCL finalizes after an init that failed, too.
         if let Some(ctx) = NonNull::new(ctx.cast::<CommContext>()) {
             // SAFETY: from init, finalized once.
@@ -541,7 +541,7 @@ pub(super) unsafe extern "C" fn reg_mr_dma_buf(
 }
 
 pub(super) unsafe extern "C" fn dereg_mr(comm_: *mut c_void, mhandle: *mut c_void) -> ncclResult_t {
-    call("deregMr", || {
+    give_back("deregMr", || {
         let Some(handle) = NonNull::new(mhandle.cast::<MrHandle>()) else { return Ok(()) };
         // SAFETY: NCCL passes a comm of ours.
         let comm = unsafe { comm(comm_) }?;
@@ -559,7 +559,7 @@ pub(super) unsafe extern "C" fn isend<S: Size>(
     mhandle: *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    call("isend", || {
+    call_data("isend", || {
         let out = given(request, "request")?;
         // The place may hold an older request: NCCL would take it for the new one.
         // SAFETY: NCCL passes a place for one pointer.
@@ -586,7 +586,7 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
     mhandles: *mut *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    call("irecv", || {
+    call_data("irecv", || {
         let out = given(request, "request")?;
         // Up to v8 it may hold an older request.
         // SAFETY: NCCL passes a pointer in it.
@@ -665,7 +665,7 @@ pub(super) unsafe extern "C" fn iflush(
     mhandles: *mut *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
-    call("iflush", || {
+    call_data("iflush", || {
         let out = given(request, "request")?;
         // NULL means done.
         // SAFETY: NCCL passes a place for one pointer.
@@ -692,13 +692,15 @@ pub(super) unsafe extern "C" fn iflush(
             let posted = unsafe { comm.iflush(&buffers) }?;
             // SAFETY: as above.
             unsafe { out.write(request_pointer(posted)) };
+        } else {
+            fork::refuse_child()?;
         }
         Ok(())
     })
 }
 
 pub(super) unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, sizes: *mut c_int) -> ncclResult_t {
-    call("test", || {
+    call_data("test", || {
         let done = given(done, "done")?;
         // NCCL's own variable is not initialised.
         // SAFETY: NCCL passes a place for one int.
@@ -745,7 +747,7 @@ unsafe fn close(comm: *mut c_void) {
 }
 
 pub(super) unsafe extern "C" fn close_send(send_comm: *mut c_void) -> ncclResult_t {
-    call("closeSend", || {
+    give_back("closeSend", || {
         // SAFETY: NCCL passes a comm of ours, once.
         unsafe { close(send_comm) };
         Ok(())
@@ -753,7 +755,7 @@ pub(super) unsafe extern "C" fn close_send(send_comm: *mut c_void) -> ncclResult
 }
 
 pub(super) unsafe extern "C" fn close_recv(recv_comm: *mut c_void) -> ncclResult_t {
-    call("closeRecv", || {
+    give_back("closeRecv", || {
         // SAFETY: NCCL passes a comm of ours, once.
         unsafe { close(recv_comm) };
         Ok(())
@@ -761,7 +763,7 @@ pub(super) unsafe extern "C" fn close_recv(recv_comm: *mut c_void) -> ncclResult
 }
 
 pub(super) unsafe extern "C" fn close_listen(listen_comm: *mut c_void) -> ncclResult_t {
-    call("closeListen", || {
+    give_back("closeListen", || {
         if let Some(listener) = NonNull::new(listen_comm.cast::<Accepting>()) {
             // SAFETY: from listen, closed once.
             drop(unsafe { Box::from_raw(listener.as_ptr()) });

@@ -2,7 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::net::{Code, NetError};
+use crate::net::{Code, NetError, fork};
 
 use super::types::ncclResult_t;
 
@@ -18,9 +18,19 @@ impl From<Code> for ncclResult_t {
     }
 }
 
-/// Runs the body of an entry.
-#[inline]
+/// Runs the body of an entry. A child of fork is refused.
 pub(super) fn call(entry: &'static str, body: impl FnOnce() -> Result<(), NetError>) -> ncclResult_t {
+    call_data(entry, || fork::refuse_child().and_then(|()| body()))
+}
+
+/// Runs the body of an entry that gives something back: in a child of fork all is its parent's, and stays.
+pub(super) fn give_back(entry: &'static str, body: impl FnOnce() -> Result<(), NetError>) -> ncclResult_t {
+    if fork::is_child() { ncclResult_t::ncclSuccess } else { call_data(entry, body) }
+}
+
+/// Runs the body of an entry of the data path, where the connection itself refuses a child of fork.
+#[inline]
+pub(super) fn call_data(entry: &'static str, body: impl FnOnce() -> Result<(), NetError>) -> ncclResult_t {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => ncclResult_t::ncclSuccess,
         // The room that first decided the error has said so.

@@ -117,7 +117,7 @@ impl Alert {
         self.cold().vigil = Some(vigil);
     }
 
-    /// Has the next call of the data path look at its progress.
+    /// Has the next call of the data path look: at its progress, or, in a child of fork, at nothing more.
     pub(super) fn ask(&self) {
         self.word.fetch_or(LOOK, Ordering::Relaxed);
     }

@@ -19,10 +19,11 @@ use crate::transfer::{
 use crate::verbs::{Access, Mr};
 
 use super::alert::{Alert, Attention};
+use super::control::{self, News};
 use super::device::Port;
 use super::hello::{Bye, Who, kind};
 use super::stall::Found;
-use super::{Code, NetError};
+use super::{Code, NetError, fork};
 
 /// Requests are handed to NCCL as the comm's address plus their index, so the low byte of a comm's address is 0.
 const _: () = assert!(align_of::<Comm>() == 256);
@@ -175,7 +176,18 @@ impl Base {
     /// Ends the connection with an error, unless it had an earlier one; the first cause is printed.
     #[cold]
     fn end(&self, error: NetError) -> NetError {
-        if self.alert.fail(error.clone(), |e| tracing::warn!(target: "init", "{}", e.text)) {
+        self.end_told(error, |e| tracing::warn!(target: "init", "{}", e.text))
+    }
+
+    /// The peer, which may do the same to hundreds of connections, closed this one too early.
+    #[cold]
+    fn left(&self, what: &str) -> NetError {
+        let error = NetError::new(Code::Remote, format!("peer {} closed the connection; {what}", self.peer));
+        self.end_told(error, |e| control::warn(&self.peer, News::Left, &e.text))
+    }
+
+    fn end_told(&self, error: NetError, print: impl FnOnce(&NetError)) -> NetError {
+        if self.alert.fail(error.clone(), print) {
             self.alert.tell(&error.text);
             self.fence();
             return error;
@@ -601,6 +613,7 @@ impl SendComm {
     /// answers, as the peer does not need it.
     #[cold]
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: Option<u64>) -> Result<Option<Option<u8>>, NetError> {
+        fork::refuse_child()?;
         // A fault that polling finds is told by the call that goes on from here.
         if self.base.alert.asked() && sender.poll().is_ok() {
             self.base.look(sender.owed(), || {
@@ -621,8 +634,7 @@ impl SendComm {
                 if let Some(unwanted) = sender.skip(size, received) {
                     return Ok(Some(unwanted));
                 }
-                let text = format!("peer {} closed the connection; a send was still to come", self.base.peer);
-                Err(self.base.end(NetError::new(Code::Remote, text)))
+                Err(self.base.left("a send was still to come"))
             }
         }
     }
@@ -648,6 +660,7 @@ impl SendComm {
 impl RecvComm {
     #[cold]
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
+        fork::refuse_child()?;
         // As for a sender. Credits go over the first QP.
         if self.base.alert.asked()
             && receiver.poll().is_ok()
@@ -669,10 +682,7 @@ impl RecvComm {
     fn abandoned(&self) -> Result<Tested<'static>, NetError> {
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => Err(cause),
-            Some(Attention::PeerClosed { over: true, .. }) => {
-                let text = format!("peer {} closed the connection; a receive is still open", self.base.peer);
-                Err(self.base.end(NetError::new(Code::Remote, text)))
-            }
+            Some(Attention::PeerClosed { over: true, .. }) => Err(self.base.left("a receive is still open")),
             _ => Ok(Tested::Pending),
         }
     }
@@ -681,7 +691,7 @@ impl RecvComm {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::net::tests::{Warnings, connection, engine, until};
+    use crate::net::tests::{Lines, connection, engine, until};
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.
@@ -801,8 +811,8 @@ mod tests {
         assert_eq!(from, to);
         // One that the peer never answers.
         irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
-        let warnings = Warnings::default();
-        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
         assert_eq!((recv_mr.in_flight(), recv_mr.hinted_in_flight()), (0, 2));
         recv.deregister(recv_mr);
         assert!(*recv.base().fenced.lock().expect("no panic"), "nothing may land from here on");
@@ -810,7 +820,7 @@ mod tests {
         close(recv);
         until("the last word", || send.base().alert.has_closed().then_some(()));
         assert!(!send.base().alert.has_failed());
-        assert_eq!(warnings.take(), [] as [String; 0]);
+        assert_eq!(lines.take(), [] as [String; 0]);
         close(send);
     }
 
@@ -858,14 +868,14 @@ mod tests {
         let (send, recv) = connection(&engine);
         let mr = register(&send, &from);
         close(recv);
-        let warnings = Warnings::default();
-        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
         until("the peer's last word", || send.base().alert.has_closed().then_some(()));
         for _ in 0..3 {
             let error = isend(&send, &from, &mr).expect_err("nobody receives");
             assert!(error.text.contains("closed the connection"), "{error}");
         }
-        assert_eq!(warnings.take().len(), 1);
+        assert_eq!(lines.take().len(), 1);
         close(send);
     }
 
@@ -877,12 +887,12 @@ mod tests {
         let mr = register(&recv, &to);
         let receive = irecv(&recv, &mut to, &mr).expect("no fault").expect("room");
         close(send);
-        let warnings = Warnings::default();
-        let _guard = tracing::subscriber::set_default(warnings.clone());
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
         let first = until("the error", || test(receive).err());
         assert!(first.text.contains("a receive is still open"), "{first}");
         assert_eq!(test(receive).expect_err("it stays"), first);
-        assert_eq!(warnings.take(), [first.text]);
+        assert_eq!(lines.take(), [first.text]);
         close(recv);
     }
 

@@ -21,7 +21,7 @@ use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::stall::{self, Vigil};
-use super::{Code, NetError, control};
+use super::{Code, NetError, control, fork};
 
 /// How long a listener may be out of reach: it was there before its handle was.
 const DIAL: Duration = Duration::from_secs(60);
@@ -373,6 +373,7 @@ pub(super) fn base(
         NetError::new(Code::System, format!("the control channel to peer {peer} can't be watched: {e}"))
     })?;
     alert.stands(control);
+    fork::enroll(&alert);
     let nic_patience = match config.ib_timeout {
         0 => f64::INFINITY,
         t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),

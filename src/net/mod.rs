@@ -11,6 +11,7 @@ mod control;
 mod device;
 mod endpoint;
 mod events;
+pub(crate) mod fork;
 mod fusion;
 mod gpu;
 mod hello;
@@ -140,6 +141,7 @@ impl Engine {
             tracing::info!(target: "init", "NCCL_IB_DISABLE is set: no devices");
             return Err(NetError::new(Code::Internal, "NCCL_IB_DISABLE is set"));
         }
+        fork::watch();
         let found = discover(&config);
         for line in &found.warnings {
             tracing::warn!(target: "init", "{line}");

@@ -407,3 +407,68 @@ fn a_registration_without_memory_names_the_limit() {
         assert_eq!(warnings(), Vec::<String>::new());
     });
 }
+
+const MANY: usize = 24;
+
+/// Each end of [`MANY`] connections between two processes, and memory on each.
+fn many<'a>(room: &Room, plugin: &Plugin, data: &'a mut [u8]) -> (Vec<(Comm, Comm)>, &'a mut [u8]) {
+    let on = |comm| (comm, plugin.reg_mr(comm, data).unwrap());
+    let comms = if room.role() == MAIN {
+        let (listener, handle) = plugin.listen(0).unwrap();
+        room.put("handle", &handle);
+        let comms = (0..MANY).map(|_| on(until("accept", || plugin.accept(listener).unwrap()))).collect();
+        plugin.close_listen(listener);
+        comms
+    } else {
+        let handle: [u8; 128] = room.get("handle").try_into().unwrap();
+        let one = |mut handle| until("connect", || plugin.connect(0, &mut handle).unwrap());
+        (0..MANY).map(|_| on(one(handle))).collect()
+    };
+    (comms, data)
+}
+
+/// One process aborts all that it has with another one: that tells it once, and every connection fails.
+#[test]
+fn a_peer_that_aborts_many_connections_is_told_of_once() {
+    alone(&Setting { fabric: Some(&two_hosts()), env: ON_A }, |room| {
+        let plugin = Plugin::started();
+        let mut data = pattern(4096);
+        if room.role() == MAIN {
+            let mut other = room.start("b", ON_B);
+            let (recvs, data) = many(room, &plugin, &mut data);
+            for &(recv, memory) in &recvs {
+                until("irecv", || plugin.irecv(recv, data, 0, memory).unwrap());
+            }
+            room.get("ready");
+            // Half as NCCL aborts, the memory first; half with a receive open.
+            for (i, &(recv, memory)) in recvs.iter().enumerate() {
+                if i % 2 == 0 {
+                    plugin.dereg_mr(recv, memory);
+                    plugin.close_recv(recv);
+                } else {
+                    plugin.close_recv(recv);
+                }
+            }
+            other.expect_success();
+            assert_eq!(warnings(), Vec::<String>::new());
+        } else {
+            let (sends, data) = many(room, &plugin, &mut data);
+            room.put("ready", b"");
+            let all = || warnings().iter().chain(&infos()).filter(|l| l.contains("aborted")).count();
+            until("the end of all connections", || (all() == MANY).then_some(()));
+            for &(send, memory) in &sends {
+                plugin.isend(send, data, 0, memory).unwrap_err();
+            }
+            let told = warnings_come_to(2);
+            for part in ["aborted by the application", "with transfers under way (aborted)"] {
+                assert_eq!(told.iter().filter(|w| w.contains(part)).count(), 1, "{part}: {told:#?}");
+                let shown = infos().iter().filter(|i| i.contains(part)).count();
+                assert_eq!(shown, MANY / 2 - 1, "{part}: {:#?}", infos());
+            }
+            for (send, memory) in sends {
+                plugin.dereg_mr(send, memory);
+                plugin.close_send(send);
+            }
+        }
+    });
+}

@@ -1,14 +1,20 @@
 //! What a job does to the process around the data path: several communicators that start at once, and forks, as data
 //! loaders make them.
 
+use std::mem::MaybeUninit;
+use std::os::fd::AsFd as _;
+use std::ptr;
 use std::sync::Barrier;
 use std::thread;
 
-use nccl_net_rdma::abi::types::{ncclNet_v6_t, ncclNet_v10_t};
+use nccl_net_rdma::abi::types::{
+    ncclNet_v6_t, ncclNet_v8_t, ncclNet_v10_t, ncclNet_v12_t, ncclNetAttr_v12_t, ncclNetProperties_v12_t,
+    ncclNetVDeviceProps_v12_t, ncclResult_t,
+};
 
 use crate::alive::{connections, exchange, two_hosts};
-use crate::plugin::{Comm, Communicator, Plugin, infos, logger, ok, pattern, warnings};
-use crate::rig::{MAIN, Setting, alone, host, roce, until};
+use crate::plugin::{Comm, Communicator, Plugin, infos, logger, ok, pattern, warnings, warnings_come_to};
+use crate::rig::{MAIN, Room, Setting, alone, host, roce, until};
 
 const THREADS: usize = 12;
 
@@ -193,5 +199,167 @@ fn a_child_that_lives_on_does_not_hide_the_end() {
         // SAFETY: a child of ours that is not waited for yet.
         assert_eq!(unsafe { libc::kill(child.0, libc::SIGKILL) }, 0);
         assert_eq!(child.status(), libc::SIGKILL);
+    });
+}
+
+/// The peer of a process whose children call the plugin: it hears nothing of them.
+fn peer_of_a_parent(room: &Room, plugin: &Plugin, rounds: usize) {
+    let ends = connections(room, plugin);
+    (0..rounds).for_each(|_| exchange(plugin, ends));
+    room.get("done");
+    plugin.close(ends);
+    assert_eq!(warnings(), Vec::<String>::new());
+}
+
+/// Verbs that children of fork called; soft-hca refuses them, a real NIC would have done them to the parent.
+fn verbs_of_children(room: &Room) -> usize {
+    std::fs::read_to_string(room.path("trace")).unwrap().matches("refused=forked").count()
+}
+
+/// From here on every system call of this thread but read, write and exit kills the process.
+fn forbid_system_calls() {
+    // SAFETY: plain numbers.
+    let rc = unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_STRICT) };
+    assert_eq!(rc, 0, "this machine forbids seccomp");
+}
+
+/// What the destructors of a program do in a child, with transfers of the parent under way.
+#[test]
+fn a_child_that_closes_what_is_its_parents_touches_nothing() {
+    alone(&Setting { fabric: Some(&two_hosts()), env: &[("SOFT_HCA_HOST", "a")] }, |room| {
+        let plugin = Plugin::started();
+        if room.role() != MAIN {
+            return peer_of_a_parent(room, &plugin, 2);
+        }
+        let mut other = room.start("b", &[("SOFT_HCA_HOST", "b")]);
+        let ends = connections(room, &plugin);
+        let communicator = Communicator::open(&plugin, 7, -1);
+        let (listener, mut handle) = plugin.listen(0).unwrap();
+        let data = pattern(4096);
+        let memory = plugin.reg_mr(ends.0, &data).unwrap();
+        exchange_with(&plugin, ends, || {
+            let child = Child::start(|| {
+                forbid_system_calls();
+                plugin.dereg_mr(ends.0, memory);
+                plugin.close(ends);
+                plugin.close_listen(listener);
+                communicator.finalize();
+                // SAFETY: ends the child; the only end that is left to it.
+                unsafe { libc::syscall(libc::SYS_exit, 0) };
+            });
+            assert_eq!(child.status(), 0);
+        });
+        assert_eq!(verbs_of_children(room), 0);
+        // All of it still works here.
+        exchange(&plugin, ends);
+        let (mut send, mut recv) = (None, None);
+        until("a connection", || {
+            send = send.take().or_else(|| plugin.connect(0, &mut handle).unwrap());
+            recv = recv.take().or_else(|| plugin.accept(listener).unwrap());
+            (send.is_some() && recv.is_some()).then_some(())
+        });
+        plugin.carry((send.unwrap(), recv.unwrap()), &data);
+        plugin.close((send.unwrap(), recv.unwrap()));
+        plugin.close_listen(listener);
+        communicator.finalize();
+        plugin.dereg_mr(ends.0, memory);
+        assert_eq!(warnings(), Vec::<String>::new());
+        room.put("done", b"");
+        plugin.close(ends);
+        other.expect_success();
+    });
+}
+
+/// A child that goes on with its parent's connections, or begins its own, gets an error from every call and is told why once.
+#[test]
+fn a_child_that_uses_the_plugin_is_refused() {
+    alone(&Setting { fabric: Some(&two_hosts()), env: &[("SOFT_HCA_HOST", "a")] }, |room| {
+        let plugin = Plugin::started();
+        if room.role() != MAIN {
+            return peer_of_a_parent(room, &plugin, 2);
+        }
+        let mut other = room.start("b", &[("SOFT_HCA_HOST", "b")]);
+        let (send, recv) = connections(room, &plugin);
+        let communicator = Communicator::open(&plugin, 7, -1);
+        let (listener, mut handle) = plugin.listen(0).unwrap();
+        let (data, mut to) = (pattern(100_000), vec![0; 100_000]);
+        let (from_mr, to_mr) = (plugin.reg_mr(send, &data).unwrap(), plugin.reg_mr(recv, &to).unwrap());
+        let receive = until("irecv", || plugin.irecv(recv, &mut to, 0, to_mr).unwrap());
+        let sent = until("isend", || plugin.isend(send, &data, 0, from_mr).unwrap());
+        let parent = std::process::id();
+        let child = Child::start(|| {
+            let refused = |what: &str, result: Result<(), ncclResult_t>| {
+                assert_eq!(result, Err(ncclResult_t::ncclInvalidUsage), "{what}");
+            };
+            let v8: ncclNet_v8_t = plugin.table(c"ncclNetPlugin_v8");
+            let v12: ncclNet_v12_t = plugin.table(c"ncclNetPlugin_v12");
+            refused("test of a send", plugin.test(sent).map(|_| ()));
+            refused("test of a receive", plugin.test(receive).map(|_| ()));
+            refused("isend", plugin.isend(send, &data, 0, from_mr).map(|_| ()));
+            refused("irecv", plugin.irecv(recv, &mut to, 0, to_mr).map(|_| ()));
+            refused("iflush", plugin.iflush(recv, &data, 1, to_mr).map(|_| ()));
+            refused("iflush of nothing", plugin.iflush(recv, &data, 0, to_mr).map(|_| ()));
+            refused("regMr", plugin.reg_mr(send, &data).map(|_| ()));
+            let file = std::io::stdout();
+            refused("regMrDmaBuf", plugin.reg_dma_buf(send, &data, 0, file.as_fd()).map(|_| ()));
+            refused("listen", plugin.listen(0).map(|_| ()));
+            refused("connect", plugin.connect(0, &mut handle).map(|_| ()));
+            refused("accept", plugin.accept(listener).map(|_| ()));
+            refused("init", plugin.init());
+            let mut count = 0;
+            // SAFETY: one int to write.
+            refused("devices", ok(unsafe { v8.devices.unwrap()(&raw mut count) }));
+            let mut properties = MaybeUninit::<ncclNetProperties_v12_t>::zeroed();
+            // SAFETY: one struct to write.
+            refused("getProperties", ok(unsafe { v12.getProperties.unwrap()(0, properties.as_mut_ptr()) }));
+            let mut context = ptr::null_mut();
+            let begin = v12.init.unwrap();
+            // SAFETY: one pointer to write, no configuration, a logger that lives for ever, no profiler.
+            refused("init of v12", ok(unsafe { begin(&raw mut context, 8, ptr::null_mut(), logger(), None) }));
+            let mut parts = ncclNetVDeviceProps_v12_t { ndevs: 1, devs: Default::default() };
+            let fuse = v12.makeVDevice.unwrap();
+            // SAFETY: one int to write, one device.
+            refused("makeVDevice", ok(unsafe { fuse(&raw mut count, &raw mut parts) }));
+            let mut attributes = MaybeUninit::<ncclNetAttr_v12_t>::zeroed();
+            let expect = v12.setNetAttr.unwrap();
+            // SAFETY: an open context, and attributes for which zero is valid.
+            refused("setNetAttr", ok(unsafe { expect(communicator.context(), attributes.as_mut_ptr()) }));
+            let told = warnings_come_to(1);
+            let cause = format!("NCCL communicators do not survive fork(): this process is a child of pid {parent}");
+            assert!(told[0].contains(&cause), "{told:#?}");
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(0) };
+        });
+        assert_eq!(child.status(), 0);
+        assert_eq!(verbs_of_children(room), 0);
+        plugin.finish(sent).unwrap();
+        plugin.finish(receive).unwrap();
+        assert!(to == data, "the bytes differ");
+        exchange(&plugin, (send, recv));
+        plugin.dereg_mr(send, from_mr);
+        plugin.dereg_mr(recv, to_mr);
+        plugin.close_listen(listener);
+        communicator.finalize();
+        assert_eq!(warnings(), Vec::<String>::new());
+        room.put("done", b"");
+        plugin.close((send, recv));
+        other.expect_success();
+    });
+}
+
+/// Only loading the library is no use of it: the child begins, as a process of its own.
+#[test]
+fn a_child_of_a_process_that_never_began_may_use_the_plugin() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let plugin = Plugin::load();
+        let child = Child::start(|| {
+            plugin.init().unwrap();
+            let pair = plugin.pair(0, 1);
+            plugin.carry(pair, &pattern(100_000));
+            plugin.close(pair);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(i32::from(!warnings().is_empty())) };
+        });
+        assert_eq!(child.status(), 0);
     });
 }

@@ -420,7 +420,7 @@ impl Plugin {
 
 /// A communicator of version 12: it has a context, in which it listens and connects. What its comms do is the same in all
 /// versions.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Communicator<'a> {
     plugin: &'a Plugin,
     table: ncclNet_v12_t,
@@ -453,6 +453,10 @@ impl<'a> Communicator<'a> {
             ok(unsafe { connect(self.context, from, handle, &raw mut comm, &raw mut device) })?;
             Ok((!comm.is_null()).then_some(comm))
         })
+    }
+
+    pub(crate) fn context(&self) -> Comm {
+        self.context
     }
 
     pub(crate) fn finalize(self) {
