@@ -86,7 +86,8 @@ enum Command {
     Perf(PerfArgs),
     /// Be the second host of a contract, demo or perf that was started with --meet, until it ends
     Join { address: String },
-    /// NCCL itself on a GPU through a network: all_reduce, every element checked (exit status 3: no GPU or no NCCL here)
+    /// NCCL itself on GPUs through a network, every element checked (exit status 3: no GPU or no NCCL here; 4: NCCL
+    /// can't do what was asked for)
     NcclCheck(nccl::check::Args),
     /// The plugin, NCCL's own IB transport and its Socket transport side by side on a GPU: all_reduce, times and ratios
     NcclCompare(nccl::compare::Args),
@@ -252,6 +253,8 @@ impl PerfArgs {
 
 /// Exit status where the machine lacks what a command needs.
 const ABSENT: u8 = 3;
+/// Exit status where NCCL can do nothing of what was asked for.
+const IMPOSSIBLE: u8 = 4;
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
@@ -283,7 +286,13 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("nccl-rdma: {error:#}");
-            if error.is::<gpu::Absent>() { ExitCode::from(ABSENT) } else { ExitCode::FAILURE }
+            if error.is::<gpu::Absent>() {
+                ExitCode::from(ABSENT)
+            } else if error.is::<nccl::check::Impossible>() {
+                ExitCode::from(IMPOSSIBLE)
+            } else {
+                ExitCode::FAILURE
+            }
         }
     }
 }

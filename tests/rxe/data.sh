@@ -7,7 +7,7 @@ plugin=$PWD/dist/lib/libnccl-net-rdma.so
 nccl_rdma=$PWD/dist/bin/nccl-rdma
 only=${1:-}
 # Two cases wait for a listener that has gone.
-export NCCL_NET_RDMA_CONNECT_TIMEOUT=8
+export NCCL_NET_RDMA_CONNECT_TIMEOUT=5
 
 fail() {
     echo "FAIL: $*"

@@ -110,7 +110,6 @@ changed="GID table changed"
 refused=LOC_QP_OP_ERR
 
 #   name                           ends words: first, second   settings         who breaks what
-row "nothing breaks"               well "$well"  "$well"       "$patient"       0 ":"
 row "0.5 % of packets lost"        well "$well"  "$well"       "$patient"       1 "tc qdisc replace dev eth0 root netem loss 0.5%"
 row "flap of 1 s"                  well "$well"  "$flapped"    "$patient"       1 "$flap"
 row "flap of one rail of two"      well "$well"  "$flapped"    "$patient $both" 1 "$flap"

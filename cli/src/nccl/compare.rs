@@ -240,7 +240,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         },
     };
     let ranks: Vec<_> = args.ranks.iter().copied().map(usize::from).collect();
-    let (turns, skipped) = plan(&args.nets, &args.paths, &ranks);
+    let (turns, skipped) = plan(&args.nets, &args.paths, &ranks, &version);
     ensure!(!turns.is_empty(), "nothing to compare: {}", skipped.join("; "));
     let planned = turns.len() * usize::from(rounds);
     println!("NCCL {version} on GPU {} ({gpu}); {rounds} rounds of {} turns", common.device, turns.len());
@@ -316,14 +316,14 @@ fn mps_runs() -> bool {
 }
 
 /// The turns of one round, and what cannot be done.
-fn plan(nets: &[String], paths: &[GpuPath], ranks: &[usize]) -> (Vec<Setting>, Vec<String>) {
+fn plan(nets: &[String], paths: &[GpuPath], ranks: &[usize], version: &str) -> (Vec<Setting>, Vec<String>) {
     let mut turns = Vec::new();
     let mut skipped = Vec::new();
     for &ranks in ranks {
         for &path in paths {
             for net in nets {
                 let setting = Setting::plain(net, path, ranks);
-                match setting.impossible() {
+                match setting.impossible(version) {
                     Some(reason) => skipped.push(format!("{setting}: {reason}")),
                     None if turns.contains(&setting) => {}
                     None => turns.push(setting),
@@ -555,7 +555,8 @@ mod tests {
 
     #[test]
     fn socket_runs_once_for_all_paths() {
-        let (turns, skipped) = plan(&names(&["RDMA", "IB", "Socket"]), &[GpuPath::Host, GpuPath::Dmabuf], &[2]);
+        let (turns, skipped) =
+            plan(&names(&["RDMA", "IB", "Socket"]), &[GpuPath::Host, GpuPath::Dmabuf], &[2], "2.28.9");
         let turns: Vec<_> = turns.iter().map(Setting::slug).collect();
         let right = ["RDMA-host", "IB-host", "Socket-host", "RDMA-dmabuf", "IB-dmabuf"];
         assert_eq!(turns, right.map(|turn| format!("{turn}-2ranks")));

@@ -160,6 +160,12 @@ const PEER_MEMORY: [&str; 3] = [
     "/sys/module/nvidia_peermem/version",
 ];
 
+/// From 2.30 on NCCL takes what a NIC can do from the first of its own parts and the plugin that knows one of that name.
+fn decides_itself(version: &str) -> bool {
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(2), Some(30))
+}
+
 impl Setting {
     fn is_net(&self, name: &str) -> bool {
         self.net.eq_ignore_ascii_case(name)
@@ -169,14 +175,23 @@ impl Setting {
         self.is_net("IB") || self.is_net("Socket")
     }
 
-    /// Why NCCL cannot do this at all.
-    pub(crate) fn impossible(&self) -> Option<String> {
+    /// Why NCCL of this version cannot do this at all.
+    pub(crate) fn impossible(&self, version: &str) -> Option<String> {
         if self.is_net("Socket") && self.path.is_gpu_memory() {
             return Some("NCCL's Socket transport takes host memory only".to_owned());
         }
         if self.is_net("IB") && self.path == GpuPath::Peermem && !PEER_MEMORY.iter().any(|f| Path::new(f).exists()) {
             let files = PEER_MEMORY.join(", ");
             return Some(format!("NCCL's IB transport offers it only where one of {files} exists, and none does"));
+        }
+        if self.path == GpuPath::Peermem
+            && decides_itself(version)
+            && !PEER_MEMORY.iter().any(|f| Path::new(f).exists())
+        {
+            return Some(format!(
+                "NCCL {version} goes by its own IB transport (for RMA) in what a device of this name can do, and that finds no \
+                 peer memory driver"
+            ));
         }
         if self.flush && self.path == GpuPath::Host {
             return Some("data in host memory need no flush, NCCL never asks for one".to_owned());
@@ -389,14 +404,15 @@ mod tests {
 
     #[test]
     fn what_nccl_cannot_do_has_a_reason() {
-        assert!(setting("Socket", GpuPath::Dmabuf).impossible().unwrap().contains("host memory only"));
+        assert!(setting("Socket", GpuPath::Dmabuf).impossible("2.28.9").unwrap().contains("host memory only"));
         let flush = Setting { flush: true, ..setting("RDMA", GpuPath::Host) };
-        assert!(flush.impossible().unwrap().contains("no flush"));
+        assert!(flush.impossible("2.28.9").unwrap().contains("no flush"));
         if !PEER_MEMORY.iter().any(|file| Path::new(file).exists()) {
-            assert!(setting("IB", GpuPath::Peermem).impossible().unwrap().contains("nvidia_peermem"));
+            assert!(setting("IB", GpuPath::Peermem).impossible("2.28.9").unwrap().contains("nvidia_peermem"));
+            assert!(setting("RDMA", GpuPath::Peermem).impossible("2.30.7").unwrap().contains("2.30.7"));
         }
         for (net, path) in [("RDMA", GpuPath::Peermem), ("IB", GpuPath::Dmabuf), ("Socket", GpuPath::Host)] {
-            assert_eq!(setting(net, path).impossible(), None);
+            assert_eq!(setting(net, path).impossible("2.28.9"), None);
         }
     }
 
