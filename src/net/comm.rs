@@ -589,7 +589,8 @@ impl Comm {
             Self::Send(comm) => {
                 // SAFETY: by this function's contract.
                 let sender = unsafe { &mut *comm.hot.get() };
-                comm.base.close(sender.in_flight() == 0, 0);
+                // At an orderly end every receive has its send; of a hinted one the other side itself would never know.
+                comm.base.close(sender.in_flight() == 0 && !sender.awaited(), 0);
             }
             Self::Recv(comm) => {
                 // SAFETY: by this function's contract.
@@ -614,16 +615,23 @@ impl SendComm {
     #[cold]
     fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: Option<u64>) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
-        // A fault that polling finds is told by the call that goes on from here.
+        // A fault that polling finds is told below, or by the test of its request.
         if self.base.alert.asked() && sender.poll().is_ok() {
-            self.base.look(sender.owed(), || {
+            let quiet = self.base.look(sender.owed(), || {
                 let owes = |qp: &usize| sender.room(*qp) < SEND_WRS;
                 let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| owes(qp));
                 routes.map(|(_, route)| route.as_str()).collect::<Vec<_>>().join("; ")
             })?;
+            if quiet && starting.is_some() {
+                sender.probe().map_err(|fault| self.base.fail(&fault))?;
+            }
         }
         match self.base.alert.attention() {
-            None => Ok(None),
+            None => match sender.fault() {
+                // isend itself looks for credits first, and there may be none for ever.
+                Some(fault) if starting.is_some() => Err(self.base.fail(fault)),
+                _ => Ok(None),
+            },
             Some(Attention::Failed(cause)) => {
                 self.base.fence();
                 Err(cause)
@@ -822,6 +830,23 @@ mod tests {
         assert!(!send.base().alert.has_failed());
         assert_eq!(lines.take(), [] as [String; 0]);
         close(send);
+    }
+
+    /// The application of the sending side gives up while LL waits for its data: NCCL makes no call on this side that could
+    /// tell.
+    #[test]
+    fn a_sender_that_closes_with_a_hinted_receive_unanswered_has_aborted() {
+        let engine = engine(&[]);
+        let mut to = [0; 8];
+        let (send, recv) = connection(&engine);
+        let recv_mr = register(&recv, &to);
+        irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
+        let Comm::Send(sending) = &*send else { panic!("it sends") };
+        // SAFETY: no data path call runs at once.
+        until("the credit", || unsafe { &*sending.hot.get() }.awaited().then_some(()));
+        close(send);
+        until("the word", || recv.alert().has_failed().then_some(()));
+        close(recv);
     }
 
     /// Empty sends of LL are done for the receiver's NCCL before the sender's has come to them.

@@ -61,9 +61,9 @@ struct Ground {
     /// QPs of flushes by rail, and what they read into.
     loopbacks: Vec<Option<(Qp<Rts>, u64, u32)>>,
     landing: Option<(Vec<Mr>, Pages)>,
-    shadow: (Mr, Pages),
-    /// The word behind the shadow that the peer writes; None: no hinted receives.
+    /// The word behind the shadow that the peer writes; None: no hinted receives. Given up before the pages that it is in.
     count: Option<Mr>,
+    shadow: (Mr, Pages),
 }
 
 /// Which interface serves connection set-up is the same for every listener: told with the first.

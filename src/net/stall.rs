@@ -10,7 +10,7 @@
 //! | at a look | then |
 //! |---|---|
 //! | something was posted or has completed since the last one | the wait begins anew |
-//! | nothing owed, nothing new | quiet: the receiving side asks for an acknowledgement of its credits if none is on its way |
+//! | nothing owed, nothing new | quiet: the receiving side asks for an acknowledgement of its credits if none is on its way; the sending side that waits for a credit asks for a sign of life where receives are hinted, after which the other side makes no calls |
 //! | the same is owed | one period more; **stalled** above the limit |
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -24,10 +24,10 @@ use super::alert::Alert;
 
 /// Between two looks.
 pub(super) const PERIOD: Duration = Duration::from_millis(500);
-/// No default is shorter, whatever the NIC is told: a host may be slow for that long.
-const SHORTEST: Duration = Duration::from_secs(10);
-/// A NIC may take longer than it is told, by its granularity or by adapting its timer.
-const MARGIN: f64 = 2.0;
+/// More than a NIC may take: a host may be slow for that long.
+const MARGIN: Duration = Duration::from_secs(10);
+/// A NIC's timer may fire as late as four times what it is told (InfiniBand Architecture Specification, 9.7.6.1.3).
+const LATEST: f64 = 4.0;
 /// A message is acknowledged when all of it has arrived: so much a millisecond goes over the slowest network there is.
 const BYTES_PER_MS: u64 = 8192;
 
@@ -37,7 +37,7 @@ pub(super) fn limit(config: &Config, patience: f64) -> Option<Duration> {
     match config.stall_timeout {
         Some(0) => None,
         Some(ms) => Some(Duration::from_millis(ms.into())),
-        None => Duration::try_from_secs_f64(patience * MARGIN).ok().map(|d| d.max(SHORTEST)),
+        None => Duration::try_from_secs_f64(patience * LATEST).ok().map(|d| d + MARGIN),
     }
 }
 
@@ -146,8 +146,8 @@ mod tests {
 
     #[test]
     fn the_default_limit_is_above_the_nics_own() {
-        assert_eq!(limit(&load(&[]), 34.4), Some(Duration::from_secs_f64(68.8)));
-        assert_eq!(limit(&load(&[]), 0.5), Some(SHORTEST));
+        assert_eq!(limit(&load(&[]), 34.5), Some(Duration::from_secs(148)));
+        assert_eq!(limit(&load(&[]), 0.5), Some(Duration::from_secs(12)));
         // NCCL_IB_TIMEOUT=0: the user wants it to wait for ever.
         assert_eq!(limit(&load(&[]), f64::INFINITY), None);
     }
@@ -158,7 +158,7 @@ mod tests {
         assert_eq!(limit(&set("2000"), 34.4), Some(Duration::from_secs(2)));
         assert_eq!(limit(&set("2000"), f64::INFINITY), Some(Duration::from_secs(2)));
         assert_eq!(limit(&set("0"), 34.4), None);
-        assert_eq!(limit(&set("-1"), 0.5), Some(SHORTEST));
+        assert_eq!(limit(&set("-1"), 0.5), Some(Duration::from_secs(12)));
     }
 
     #[test]

@@ -398,6 +398,48 @@ impl<P: Post> Sender<P> {
         Ok(())
     }
 
+    /// A receive waits for its send.
+    pub fn awaited(&self) -> bool {
+        self.matched != 0 || self.credits.ready(self.head)
+    }
+
+    /// The first fault, which stays.
+    pub fn fault(&self) -> Option<&Fault> {
+        self.fault.as_deref()
+    }
+
+    /// Asks the peer's NIC for a sign of life while no credit comes: by a write of nothing on the QP of the credits. For what
+    /// is hinted only: else the receiving side asks, whose NCCL calls for its open receives, but after a hinted one does not.
+    #[cold]
+    pub fn probe(&mut self) -> Result<(), Fault> {
+        let Some(path) = &self.count else { return Ok(()) };
+        let request = &mut self.requests[usize::from(COUNT)];
+        if request.writes_left > 0 || self.room[0] == 0 || self.fault.is_some() {
+            return Ok(());
+        }
+        request.generation = request.generation.wrapping_add(1);
+        request.writes_left = 1;
+        request.hinted = true;
+        let nothing = WriteWr {
+            wr_id: WrId { kind: Kind::Data, qp: 0, request: COUNT, generation: request.generation, count: 0 }.pack(),
+            local: path.word.as_ptr() as u64,
+            lkey: path.lkey,
+            length: 0,
+            remote: path.address,
+            rkey: path.rkey,
+            imm: None,
+            signaled: true,
+            inline: false,
+        };
+        // SAFETY: it has no local range.
+        if let Err(e) = unsafe { self.post.write(0, &nothing) } {
+            return Err(self.stop(Fault::Verb(e)));
+        }
+        self.room[0] -= 1;
+        self.wrs_out[0] += 1;
+        Ok(())
+    }
+
     /// There may be no request left whose test would take what the count waits for.
     #[cold]
     fn catch_up(&mut self) -> Result<(), Fault> {

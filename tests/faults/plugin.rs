@@ -11,8 +11,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use nccl_net_rdma::abi::types::{
-    ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v12_t, ncclNetCommConfig_v12_t, ncclNetProperties_v8_t,
-    ncclResult_t,
+    NCCL_NET_OPTIONAL_RECV_COMPLETION, ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v12_t,
+    ncclNetCommConfig_v12_t, ncclNetProperties_v8_t, ncclResult_t,
 };
 
 use crate::rig::{PATIENCE, dist, until};
@@ -362,6 +362,25 @@ impl Plugin {
         let irecv = self.table.irecv.unwrap();
         // SAFETY: as in isend; arrays of one.
         ok(unsafe { irecv(comm, 1, &raw mut at, &raw mut size, &raw mut tag, &raw mut memory, &raw mut request) })?;
+        Ok((!request.is_null()).then_some(request))
+    }
+
+    /// One for which NCCL needs no completion; from version 9 on.
+    pub(crate) fn irecv_hinted(
+        &self,
+        comm: Comm,
+        data: &mut [u8],
+        tag: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
+        let table: ncclNet_v12_t = self.table(c"ncclNetPlugin_v12");
+        let mut request = ptr::without_provenance_mut(NCCL_NET_OPTIONAL_RECV_COMPLETION as usize);
+        let (mut at, mut memory, mut tag, mut size) = (data.as_mut_ptr().cast(), memory, tag, data.len());
+        let (irecv, none) = (table.irecv.unwrap(), &mut ptr::null_mut());
+        // SAFETY: as in irecv.
+        ok(unsafe {
+            irecv(comm, 1, &raw mut at, &raw mut size, &raw mut tag, &raw mut memory, none, &raw mut request)
+        })?;
         Ok((!request.is_null()).then_some(request))
     }
 

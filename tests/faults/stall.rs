@@ -129,6 +129,41 @@ fn a_credit_that_the_peer_never_acknowledges() {
     });
 }
 
+/// The link is cut while all is quiet. After a hinted receive its NCCL makes no call by which a lost credit could be noticed,
+/// and the sender has nothing on its way: it asks for a sign of life.
+#[test]
+fn a_credit_of_a_hinted_receive_that_never_comes() {
+    alone(&Setting { fabric: Some(&two_hosts()), env: on!("a", "send_wr:2+:NEVER") }, |room| {
+        let plugin = Plugin::started();
+        let mut data = pattern(64);
+        if room.role() == MAIN {
+            let mut other = room.start("b", on!("b", "send_wr:2+:NEVER"));
+            let send = sending_end(room, &plugin);
+            let memory = plugin.reg_mr(send, &data).unwrap();
+            let request = until("isend", || plugin.isend(send, &data, 0, memory).unwrap());
+            plugin.finish(request).unwrap();
+            let start = Instant::now();
+            until("the error", || plugin.isend(send, &data, 0, memory).inspect(|r| assert!(r.is_none())).err());
+            in_time(start);
+            told_in_full("soft_a:1", "soft_b:1", "1 work request(s) of 0 bytes");
+            plugin.dereg_mr(send, memory);
+            plugin.close_send(send);
+            other.expect_success();
+        } else {
+            let recv = receiving_end(room, &plugin);
+            let memory = plugin.reg_mr(recv, &data).unwrap();
+            for _ in 0..2 {
+                let request = until("irecv", || plugin.irecv_hinted(recv, &mut data, 0, memory).unwrap());
+                plugin.finish(request).unwrap();
+            }
+            until("the peer's word", || (!warnings().is_empty()).then_some(()));
+            told_by_the_peer();
+            plugin.dereg_mr(recv, memory);
+            plugin.close_recv(recv);
+        }
+    });
+}
+
 /// A sender without a credit and a receiver without data wait as long as it takes: that is between the two of them.
 #[test]
 fn waiting_for_the_application_is_no_stall() {
