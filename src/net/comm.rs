@@ -589,7 +589,7 @@ impl Comm {
             Self::Send(comm) => {
                 // SAFETY: by this function's contract.
                 let sender = unsafe { &mut *comm.hot.get() };
-                // At an orderly end every receive has its send; of a hinted one the other side itself would never know.
+                // At an orderly end every receive has its send. The other side sees for itself what is open, but not what is hinted.
                 comm.base.close(sender.in_flight() == 0 && !sender.awaited(), 0);
             }
             Self::Recv(comm) => {

@@ -398,9 +398,11 @@ impl<P: Post> Sender<P> {
         Ok(())
     }
 
-    /// A receive waits for its send.
+    /// A hinted receive waits for its send.
     pub fn awaited(&self) -> bool {
-        self.matched != 0 || self.credits.ready(self.head)
+        self.matched == 0
+            && self.credits.ready(self.head)
+            && self.credits.read(self.head).is_some_and(|credit| credit.hinted)
     }
 
     /// The first fault, which stays.
