@@ -418,7 +418,7 @@ pub(super) unsafe extern "C" fn set_net_attr<A: NetAttr>(ctx: *mut c_void, attr:
         let context = unsafe { context(ctx) }?;
         let attr = given(attr, "attr")?;
         // SAFETY: NCCL's own structure.
-        context.expect(unsafe { attr.as_ref() }.attributes());
+        context.record(unsafe { attr.as_ref() }.attributes());
         Ok(())
     })
 }

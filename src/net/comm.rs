@@ -424,7 +424,8 @@ impl Comm {
             let over = NetError::new(
                 Code::InvalidUsage,
                 format!(
-                    "memory of receives without completion was deregistered: the connection to peer {} is over",
+                    "memory of receives without completion was deregistered: the connection to peer {} is over, and NCCL \
+                     goes on using it; NCCL_NET_RDMA_RECV_HINT=0 does without such receives",
                     base.peer
                 ),
             );
@@ -678,6 +679,10 @@ impl RecvComm {
         }
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => {
+                // Not printed when it ended: at the end of a job it is no news.
+                if self.base.retired.load(Ordering::Acquire) {
+                    self.base.ports[0].warn_once(cause.text.clone());
+                }
                 self.base.fence();
                 Err(cause)
             }
@@ -847,6 +852,23 @@ mod tests {
         close(send);
         until("the word", || recv.alert().has_failed().then_some(()));
         close(recv);
+    }
+
+    #[test]
+    fn a_connection_used_after_memory_of_hinted_receives_was_given_back_says_so() {
+        let engine = engine(&[]);
+        let mut to = [0; 8];
+        let (send, recv) = connection(&engine);
+        let (recv_mr, other) = (register(&recv, &to), register(&recv, &to));
+        irecv_hinted(&recv, &mut to, &recv_mr).expect("room");
+        recv.deregister(recv_mr);
+        let lines = Lines::default();
+        let _guard = tracing::subscriber::set_default(lines.clone());
+        irecv(&recv, &mut to, &other).expect_err("it is over");
+        let told = lines.take();
+        assert!(told.len() == 1 && told[0].contains("NCCL_NET_RDMA_RECV_HINT=0"), "{told:?}");
+        close(recv);
+        close(send);
     }
 
     /// Empty sends of LL are done for the receiver's NCCL before the sender's has come to them.

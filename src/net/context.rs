@@ -62,7 +62,7 @@ impl CommContext {
     /// Keeps what NCCL expects. It decides nothing: when a connection is made NCCL says "any protocol", and what it says
     /// later, operation by operation, is of connections that stand already (a send of LL goes over one QP as it is, being
     /// small). So a connection is made for all that may come.
-    pub fn expect(&self, attributes: Attributes) {
+    pub fn record(&self, attributes: Attributes) {
         let mut known = self.attributes.lock().unwrap_or_else(PoisonError::into_inner);
         if *known == Some(attributes) {
             return;
@@ -97,9 +97,9 @@ mod tests {
         assert_eq!((context.class(), context.attributes()), (Ok(Some(106)), None));
         let side = [(1, 4), (1, 2)];
         let first = Attributes { send: side, recv: side, op: u32::MAX, algo: u32::MAX, proto: u32::MAX };
-        context.expect(first);
+        context.record(first);
         let then = Attributes { proto: 1, ..first };
-        context.expect(then);
+        context.record(then);
         assert_eq!(context.attributes(), Some(then));
         let text = then.to_string();
         assert!(text.contains("1..4 peers") && text.contains("protocols 0x1"), "{text}");

@@ -364,36 +364,14 @@ impl<P: Post> Sender<P> {
     fn tell(&mut self) -> Result<(), Fault> {
         self.overdue = false;
         let (Some(count), Some(path)) = (self.ledger.due(self.head), &self.count) else { return Ok(()) };
-        let request = &mut self.requests[usize::from(COUNT)];
         // One at a time: its word may not change while the NIC may read it.
-        if request.writes_left > 0 || self.room[0] == 0 {
+        if self.requests[usize::from(COUNT)].writes_left > 0 || self.room[0] == 0 {
             self.overdue = true;
             return Ok(());
         }
-        request.generation = request.generation.wrapping_add(1);
-        request.writes_left = 1;
-        request.hinted = true;
-        let generation = request.generation;
         // SAFETY: alive as long as this sender.
         unsafe { path.word.as_ref() }.store(hint::pack(count), Ordering::Relaxed);
-        let w = WriteWr {
-            wr_id: WrId { kind: Kind::Data, qp: 0, request: COUNT, generation, count: 8 }.pack(),
-            local: path.word.as_ptr() as u64,
-            lkey: path.lkey,
-            length: 8,
-            remote: path.address,
-            rkey: path.rkey,
-            imm: None,
-            signaled: true,
-            inline: path.inline,
-        };
-        // SAFETY: the word is registered and outlives the QPs.
-        if let Err(e) = unsafe { self.post.write(0, &w) } {
-            return Err(self.stop(Fault::Verb(e)));
-        }
-        self.room[0] -= 1;
-        self.wrs_out[0] += 1;
-        self.bytes_out[0] += 8;
+        self.write_count(8)?;
         self.ledger.told(self.head);
         Ok(())
     }
@@ -414,31 +392,39 @@ impl<P: Post> Sender<P> {
     /// is hinted only: else the receiving side asks, whose NCCL calls for its open receives, but after a hinted one does not.
     #[cold]
     pub fn probe(&mut self) -> Result<(), Fault> {
-        let Some(path) = &self.count else { return Ok(()) };
-        let request = &mut self.requests[usize::from(COUNT)];
-        if request.writes_left > 0 || self.room[0] == 0 || self.fault.is_some() {
+        let waiting = self.requests[usize::from(COUNT)].writes_left > 0;
+        if self.count.is_none() || waiting || self.room[0] == 0 || self.fault.is_some() {
             return Ok(());
         }
+        self.write_count(0)
+    }
+
+    /// Writes the count's word, or as much of it as `length` says, to the peer. Its request is free and QP 0 has room.
+    fn write_count(&mut self, length: u32) -> Result<(), Fault> {
+        let Some(path) = &self.count else { return Ok(()) };
+        let request = &mut self.requests[usize::from(COUNT)];
         request.generation = request.generation.wrapping_add(1);
         request.writes_left = 1;
         request.hinted = true;
-        let nothing = WriteWr {
-            wr_id: WrId { kind: Kind::Data, qp: 0, request: COUNT, generation: request.generation, count: 0 }.pack(),
+        let id = WrId { kind: Kind::Data, qp: 0, request: COUNT, generation: request.generation, count: length };
+        let w = WriteWr {
+            wr_id: id.pack(),
             local: path.word.as_ptr() as u64,
             lkey: path.lkey,
-            length: 0,
+            length,
             remote: path.address,
             rkey: path.rkey,
             imm: None,
             signaled: true,
-            inline: false,
+            inline: path.inline && length > 0,
         };
-        // SAFETY: it has no local range.
-        if let Err(e) = unsafe { self.post.write(0, &nothing) } {
+        // SAFETY: the word is registered and outlives the QPs.
+        if let Err(e) = unsafe { self.post.write(0, &w) } {
             return Err(self.stop(Fault::Verb(e)));
         }
         self.room[0] -= 1;
         self.wrs_out[0] += 1;
+        self.bytes_out[0] += u64::from(length);
         Ok(())
     }
 

@@ -66,10 +66,10 @@ pub(crate) struct Args {
     #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
     min: usize,
     /// Largest size
-    #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
+    #[arg(long, default_value = "64M", value_parser = table::parse_bytes, overrides_with = "max")]
     max: usize,
     /// Timed operations per size
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..), overrides_with = "iters")]
     iters: u32,
     /// Bound of one path and protocol in seconds: connecting and all sizes
     #[arg(long, default_value_t = 540, value_name = "S")]
