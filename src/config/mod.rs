@@ -50,6 +50,19 @@ pub enum PeerMemory {
     Off,
 }
 
+/// Which way data take between a GPU and a NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuPath {
+    /// The best that this machine has, as far as is known.
+    Auto,
+    /// The NIC reads and writes GPU memory.
+    Gdr,
+    /// The plugin copies through pinned host memory.
+    Staging,
+    /// NCCL keeps what it sends in host memory.
+    Host,
+}
+
 /// Where a value in force came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Origin {
@@ -212,6 +225,8 @@ settings! {
     stall_timeout: Option<u32> = None, "NCCL_NET_RDMA_STALL_TIMEOUT", Range(-1, 86_400_000), "ms that the peer's NIC may leave all of a connection's outstanding work requests unacknowledged, while NCCL polls, before the connection ends with an error; -1: four times what NCCL_IB_TIMEOUT and NCCL_IB_RETRY_CNT tell the NIC to wait, as late as it may be, and 10 s more (147 s), never if NCCL_IB_TIMEOUT is 0; 0: never";
     split_threshold: u64 = 16384, "NCCL_NET_RDMA_SPLIT_THRESHOLD", Range(0, 1 << 30), "bytes up to which a message goes over one QP";
     peermem: PeerMemory = PeerMemory::Auto, "NCCL_NET_RDMA_PEERMEM", Any, "GPU memory by nvidia_peermem: auto: where /sys/kernel/mm/memory_peers has it; on: although that is hidden (a container, a software adapter); off";
+    gpu_path: GpuPath = GpuPath::Auto, "NCCL_NET_RDMA_GPU_PATH", Any, "the way of GPU data: auto: the best there is, see NCCL_NET_RDMA_PROFILE; gdr: the NIC reads and writes GPU memory (GPUDirect RDMA); staging: the plugin copies through pinned host memory; host: NCCL's kernels write to and read from host memory";
+    profile: Option<PathBuf> = None, "NCCL_NET_RDMA_PROFILE", Any, "file of `nccl-rdma bench paths`: what was measured for each path on this machine; auto follows it";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ipnet::IpNet;
 
-use super::{AddrFamily, PeerMemory, RoceVersion, Spec};
+use super::{AddrFamily, GpuPath, PeerMemory, RoceVersion, Spec};
 
 /// What there is to say of a value that was read.
 pub(super) enum Note {
@@ -251,6 +251,32 @@ impl Value for PeerMemory {
 
     fn valid(_: &Spec) -> String {
         "auto, on or off".to_owned()
+    }
+}
+
+impl Value for GpuPath {
+    fn parse(text: &str, _: &Spec) -> Result<(Self, Option<Note>), String> {
+        match text.trim() {
+            "auto" => Ok((Self::Auto, None)),
+            "gdr" => Ok((Self::Gdr, None)),
+            "staging" => Ok((Self::Staging, None)),
+            "host" => Ok((Self::Host, None)),
+            _ => Err("not a word that is known".to_owned()),
+        }
+    }
+
+    fn show(&self) -> String {
+        match self {
+            Self::Auto => "auto",
+            Self::Gdr => "gdr",
+            Self::Staging => "staging",
+            Self::Host => "host",
+        }
+        .to_owned()
+    }
+
+    fn valid(_: &Spec) -> String {
+        "auto, gdr, staging or host".to_owned()
     }
 }
 

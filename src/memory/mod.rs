@@ -2,6 +2,7 @@
 
 mod cache;
 mod pages;
+pub mod path;
 
 pub use cache::{CacheStats, Memory, Registrar, Registration};
 pub use pages::Pages;
