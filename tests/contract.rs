@@ -49,7 +49,7 @@ mod tests {
         text
     }
 
-    fn play(name: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) {
+    fn play(name: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) -> String {
         let own = tempfile::tempdir().expect("a directory");
         let mut command = Command::new(built("bin/nccl-rdma"));
         command
@@ -75,6 +75,7 @@ mod tests {
             String::from_utf8_lossy(&output.stderr)
         );
         println!("{name}: {}", text.lines().last().unwrap_or(""));
+        text.into_owned()
     }
 
     /// The same with ports whose messages have at most so many bytes.
@@ -191,6 +192,20 @@ mod tests {
             assert_eq!(text.matches("latency_us").count(), 2, "{text}");
             let settings = [("NCCL_NET_RDMA_SPLIT_THRESHOLD", "4096")];
             play(&format!("fused, {abi}"), Some(text), &settings, &["--abi", abi, "--only", "fused", "--procs", "2"]);
+        }
+    }
+
+    /// Events are wanted: a plugin without any would only be skipped. Messages are one work request or several, on several QPs.
+    #[test]
+    fn events_for_a_profiler() {
+        let mut settings = vec![("NCCL_IB_QPS_PER_CONNECTION", "4"), ("NCCL_IB_SPLIT_DATA_ON_QPS", "1")];
+        settings.push(("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"));
+        let several = short(&fabric(2, 2, "Ethernet"), &[256 << 10]);
+        for abi in ["v10", "v11", "v12"] {
+            for (fabric, settings) in [(None, &[][..]), (Some(several.clone()), &settings)] {
+                let text = play(&format!("profiled, {abi}"), fabric, settings, &["--abi", abi, "--only", "profiled"]);
+                assert!(text.contains("1 passed, 0 failed, 0 skipped"), "{text}");
+            }
         }
     }
 

@@ -3,6 +3,7 @@
 //! uninitialised `done`, argument arrays that die with the call, one `int` for the size of a send.
 //! Layouts and rules follow `net.h` and `net_v6.h` to `net_v12.h` of NCCL's public sources.
 
+pub(crate) mod profile;
 mod table;
 
 use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
@@ -365,11 +366,6 @@ macro_rules! entry {
     };
 }
 
-/// NCCL's own callback; nothing is profiled.
-unsafe extern "C" fn profiler(_: Out, _: c_int, _: *mut c_void, _: i64, _: *mut c_void) -> c_int {
-    0
-}
-
 /// The fields of a plugin's properties, in order, none of them left unwritten.
 struct Fields<'a>(&'a [u8]);
 
@@ -520,14 +516,14 @@ impl Plugin {
             // SAFETY: the member of this version.
             let init = unsafe { init.v10 };
             // SAFETY: the logger and the callback live for ever.
-            unsafe { init(logger, profiler) }
+            unsafe { init(logger, profile::callback) }
         } else {
             // SAFETY: the member of these versions.
             let init = unsafe { init.v11 };
             let mut config = CommConfig { traffic_class };
             let mut context = ptr::null_mut();
             // SAFETY: as above; a pointer to write and a configuration.
-            let code = unsafe { init(&raw mut context, COMM_ID, &raw mut config, logger, profiler) };
+            let code = unsafe { init(&raw mut context, COMM_ID, &raw mut config, logger, profile::callback) };
             config.traffic_class = POISON_INT;
             std::hint::black_box(config);
             checked("init", code)?;

@@ -12,11 +12,13 @@ use std::sync::Arc;
 use crate::config::Config;
 use crate::memory::Memory;
 use crate::net::{
-    self, Accepting, Attributes, Comm, CommContext, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested, fork,
+    self, Accepting, Attributes, Comm, CommContext, Device, Engine, HANDLE_BYTES, MrHandle, NetError, Tested, Wishes,
+    fork,
 };
-use crate::transfer::MAX_GROUP;
+use crate::transfer::{MAX_GROUP, Parent, Profiler};
 
 use super::guard::{call, call_data, give_back};
+use super::profiler;
 use super::types::{
     MAX_NET_SIZE, NCCL_NET_HANDLE_MAXSIZE, NCCL_NET_OPTIONAL_RECV_COMPLETION, NCCL_NET_TRAFFIC_CLASS_UNDEF,
     NCCL_PTR_CUDA, NCCL_PTR_HOST, ncclDebugLogger_t, ncclProfilerCallback_t, ncclResult_t,
@@ -269,19 +271,33 @@ pub(super) unsafe extern "C" fn make_v_device<P: Parts>(index: *mut c_int, parts
     })
 }
 
-pub(super) unsafe extern "C" fn listen(dev: c_int, handle: *mut c_void, listen_comm: *mut *mut c_void) -> ncclResult_t {
+/// listen; `profiler` is told of what the listener's connections receive.
+///
+/// # Safety
+/// As NCCL calls listen.
+pub(super) unsafe fn listen_with(
+    dev: c_int,
+    handle: *mut c_void,
+    listen_comm: *mut *mut c_void,
+    profiler: impl FnOnce() -> Result<Option<Arc<dyn Profiler>>, NetError>,
+) -> ncclResult_t {
     call("listen", || {
         let out = given(listen_comm, "listenComm")?;
         let handle = given(handle, "handle")?.cast::<[u8; HANDLE_BYTES]>();
         // SAFETY: NCCL passes a place for one pointer.
         unsafe { out.write(ptr::null_mut()) };
-        let (listener, bytes) = Engine::get()?.listen(dev)?;
+        let (listener, bytes) = Engine::get()?.listen(dev, profiler()?)?;
         // SAFETY: NCCL passes a buffer of NCCL_NET_HANDLE_MAXSIZE bytes.
         unsafe { handle.write(bytes) };
         // SAFETY: as above.
         unsafe { out.write(Box::into_raw(listener).cast()) };
         Ok(())
     })
+}
+
+pub(super) unsafe extern "C" fn listen(dev: c_int, handle: *mut c_void, listen_comm: *mut *mut c_void) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { listen_with(dev, handle, listen_comm, || Ok(None)) }
 }
 
 /// The traffic class that a communicator asks for.
@@ -293,7 +309,7 @@ pub(super) fn traffic_class(class: c_int) -> Result<Option<u8>, NetError> {
     }
 }
 
-/// One step of connect; `class` is the traffic class that the communicator asks for.
+/// One step of connect; `wishes` are the communicator's.
 ///
 /// # Safety
 /// As NCCL calls connect: `handle` is its own copy of a handle, which only this call touches, `send_comm` a place for one
@@ -302,7 +318,7 @@ pub(super) unsafe fn connect_with(
     dev: c_int,
     handle: *mut c_void,
     send_comm: *mut *mut c_void,
-    class: impl FnOnce() -> Result<Option<u8>, NetError>,
+    wishes: impl FnOnce() -> Result<Wishes, NetError>,
 ) -> ncclResult_t {
     call("connect", || {
         let out = given(send_comm, "sendComm")?;
@@ -312,7 +328,7 @@ pub(super) unsafe fn connect_with(
         let mut handle = given(handle, "handle")?.cast::<[u8; HANDLE_BYTES]>();
         // SAFETY: by this function's contract.
         let handle = unsafe { handle.as_mut() };
-        if let Some(comm) = Engine::get()?.connect(dev, handle, class()?)? {
+        if let Some(comm) = Engine::get()?.connect(dev, handle, wishes()?)? {
             // SAFETY: by this function's contract.
             unsafe { out.write(Box::into_raw(comm).cast()) };
         }
@@ -322,7 +338,7 @@ pub(super) unsafe fn connect_with(
 
 pub(super) unsafe extern "C" fn connect(dev: c_int, handle: *mut c_void, send_comm: *mut *mut c_void) -> ncclResult_t {
     // SAFETY: NCCL's call.
-    unsafe { connect_with(dev, handle, send_comm, || Ok(None)) }
+    unsafe { connect_with(dev, handle, send_comm, || Ok(Wishes::default())) }
 }
 
 /// With a place for the handle of a device that does the transport's work: left alone, there is none.
@@ -385,7 +401,7 @@ pub(super) unsafe extern "C" fn open<const VERSION: u8, C: CommConfig>(
     comm_id: u64,
     config: *mut C,
     logger: ncclDebugLogger_t,
-    _profiler: ncclProfilerCallback_t,
+    profiler: ncclProfilerCallback_t,
 ) -> ncclResult_t {
     call("init", || {
         let out = given(ctx, "ctx")?;
@@ -394,7 +410,7 @@ pub(super) unsafe extern "C" fn open<const VERSION: u8, C: CommConfig>(
         // SAFETY: NULL or NCCL's configuration of the communicator.
         let class = unsafe { config.as_ref() }.map_or(NCCL_NET_TRAFFIC_CLASS_UNDEF, C::traffic_class);
         // A refused one fails the connections: of an init that fails NCCL only says that it goes on without the plugin.
-        let context = Engine::open(logger, VERSION, comm_id, || traffic_class(class))?;
+        let context = Engine::open(logger, VERSION, comm_id, || traffic_class(class), profiler::of(profiler))?;
         // SAFETY: as above.
         unsafe { out.write(Box::into_raw(context).cast()) };
         Ok(())
@@ -432,11 +448,9 @@ pub(super) unsafe extern "C" fn listen_in(
 ) -> ncclResult_t {
     // The class comes with the offer: it is the sender's traffic.
     // SAFETY: NCCL passes a context of ours.
-    match call("listen", || unsafe { context(ctx) }.map(|_| ())) {
-        // SAFETY: NCCL's call.
-        ncclResult_t::ncclSuccess => unsafe { listen(dev, handle, listen_comm) },
-        refused => refused,
-    }
+    let profiler = || unsafe { context(ctx) }.map(CommContext::profiler);
+    // SAFETY: NCCL's call.
+    unsafe { listen_with(dev, handle, listen_comm, profiler) }
 }
 
 /// connect for a communicator.
@@ -448,9 +462,9 @@ pub(super) unsafe extern "C" fn connect_in<H>(
     _send_dev_comm: *mut *mut H,
 ) -> ncclResult_t {
     // SAFETY: NCCL passes a context of ours.
-    let class = || unsafe { context(ctx) }.and_then(CommContext::class);
+    let wishes = || unsafe { context(ctx) }.and_then(CommContext::wishes);
     // SAFETY: NCCL's call.
-    unsafe { connect_with(dev, handle, send_comm, class) }
+    unsafe { connect_with(dev, handle, send_comm, wishes) }
 }
 
 pub(super) unsafe extern "C" fn accept(listen_comm: *mut c_void, recv_comm: *mut *mut c_void) -> ncclResult_t {
@@ -551,12 +565,18 @@ pub(super) unsafe extern "C" fn dereg_mr(comm_: *mut c_void, mhandle: *mut c_voi
     })
 }
 
-pub(super) unsafe extern "C" fn isend<S: Size>(
+/// isend; `parent` is what NCCL's profiler calls it.
+///
+/// # Safety
+/// As NCCL calls isend.
+#[inline(always)] // else only one version's entry would have it inlined
+unsafe fn send<S: Size>(
     send_comm: *mut c_void,
     data: *mut c_void,
     size: S,
     tag: c_int,
     mhandle: *mut c_void,
+    parent: Parent,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
     call_data("isend", || {
@@ -570,22 +590,38 @@ pub(super) unsafe extern "C" fn isend<S: Size>(
         // SAFETY: NCCL passes a registration of this comm.
         let mr = unsafe { registration(mhandle) }?;
         // SAFETY: NCCL makes one data path call on a comm at a time and keeps the data until test says done.
-        let posted = unsafe { comm.isend(data as u64, size, tag.cast_unsigned(), mr) }?;
+        let posted = unsafe { comm.isend(data as u64, size, tag.cast_unsigned(), mr, parent) }?;
         // SAFETY: as above.
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
     })
 }
 
-pub(super) unsafe extern "C" fn irecv<S: Size>(
-    recv_comm: *mut c_void,
-    n: c_int,
-    data: *mut *mut c_void,
-    sizes: *mut S,
-    tags: *mut c_int,
-    mhandles: *mut *mut c_void,
+pub(super) unsafe extern "C" fn isend<S: Size>(
+    send_comm: *mut c_void,
+    data: *mut c_void,
+    size: S,
+    tag: c_int,
+    mhandle: *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { send(send_comm, data, size, tag, mhandle, Parent::NONE, request) }
+}
+
+/// irecv; `parents` is NULL, or what NCCL's profiler calls each buffer.
+///
+/// # Safety
+/// As NCCL calls irecv.
+#[inline(always)] // as send
+unsafe fn receive<S: Size>(
+    recv_comm: *mut c_void,
+    n: c_int,
+    arrays: (*mut *mut c_void, *mut S, *mut c_int, *mut *mut c_void),
+    parents: *const Parent,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    let (data, sizes, tags, mhandles) = arrays;
     call_data("irecv", || {
         let out = given(request, "request")?;
         // Up to v8 it may hold an older request.
@@ -612,12 +648,26 @@ pub(super) unsafe extern "C" fn irecv<S: Size>(
             // SAFETY: NCCL passes registrations of this comm.
             buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
         }
+        buffers.named(parents);
         // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
         let posted = if hinted { unsafe { comm.irecv_hinted(&buffers) } } else { unsafe { comm.irecv(&buffers) } }?;
         // SAFETY: as above.
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
     })
+}
+
+pub(super) unsafe extern "C" fn irecv<S: Size>(
+    recv_comm: *mut c_void,
+    n: c_int,
+    data: *mut *mut c_void,
+    sizes: *mut S,
+    tags: *mut c_int,
+    mhandles: *mut *mut c_void,
+    request: *mut *mut c_void,
+) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { receive(recv_comm, n, (data, sizes, tags, mhandles), ptr::null(), request) }
 }
 
 /// With what NCCL's profiler calls this transfer.
@@ -627,11 +677,11 @@ pub(super) unsafe extern "C" fn isend_profiled(
     size: usize,
     tag: c_int,
     mhandle: *mut c_void,
-    _phandle: *mut c_void,
+    phandle: *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
     // SAFETY: NCCL's call.
-    unsafe { isend(send_comm, data, size, tag, mhandle, request) }
+    unsafe { send(send_comm, data, size, tag, mhandle, Parent(phandle), request) }
 }
 
 /// As [`isend_profiled`].
@@ -642,11 +692,11 @@ pub(super) unsafe extern "C" fn irecv_profiled(
     sizes: *mut usize,
     tags: *mut c_int,
     mhandles: *mut *mut c_void,
-    _phandles: *mut *mut c_void,
+    phandles: *mut *mut c_void,
     request: *mut *mut c_void,
 ) -> ncclResult_t {
     // SAFETY: NCCL's call.
-    unsafe { irecv(recv_comm, n, data, sizes, tags, mhandles, request) }
+    unsafe { receive(recv_comm, n, (data, sizes, tags, mhandles), phandles.cast::<Parent>(), request) }
 }
 
 #[inline]

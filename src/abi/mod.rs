@@ -8,6 +8,7 @@
 
 mod entries;
 mod guard;
+mod profiler;
 pub mod types;
 pub mod v10;
 pub mod v11;

@@ -1,17 +1,34 @@
-//! Version 10 of the plugin ABI: as version 9; a communicator has a traffic class, and NCCL a profiler (not told of
-//! anything).
+//! Version 10 of the plugin ABI: as version 9; a communicator has a traffic class, and NCCL a profiler.
 
 use std::ffi::{c_int, c_void};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use crate::net::{NetError, Wishes};
+use crate::transfer::Profiler;
 
 use super::entries::{self, MAX_MESSAGE, Parts as _, REG_IS_GLOBAL, Table, fusion, properties, table};
+use super::profiler;
 use super::types::{
     ncclDebugLogger_t, ncclNet_v10_t, ncclNetCommConfig_v10_t, ncclNetDeviceHandle_v10_t, ncclNetDeviceType,
     ncclNetProperties_v10_t, ncclNetVDeviceProps_v10_t, ncclProfilerCallback_t, ncclResult_t,
 };
 
-unsafe extern "C" fn init(logger: ncclDebugLogger_t, _profiler: ncclProfilerCallback_t) -> ncclResult_t {
+/// Of NCCL's one init.
+static PROFILER: RwLock<Option<Arc<dyn Profiler>>> = RwLock::new(None);
+
+fn known() -> Result<Option<Arc<dyn Profiler>>, NetError> {
+    Ok(PROFILER.read().unwrap_or_else(PoisonError::into_inner).clone())
+}
+
+unsafe extern "C" fn init(logger: ncclDebugLogger_t, profiler: ncclProfilerCallback_t) -> ncclResult_t {
+    *PROFILER.write().unwrap_or_else(PoisonError::into_inner) = profiler::of(profiler);
     // SAFETY: NCCL's call.
     unsafe { entries::init::<10>(logger) }
+}
+
+unsafe extern "C" fn listen(dev: c_int, handle: *mut c_void, listen_comm: *mut *mut c_void) -> ncclResult_t {
+    // SAFETY: NCCL's call.
+    unsafe { entries::listen_with(dev, handle, listen_comm, known) }
 }
 
 unsafe extern "C" fn connect(
@@ -21,16 +38,17 @@ unsafe extern "C" fn connect(
     send_comm: *mut *mut c_void,
     _send_dev_comm: *mut *mut ncclNetDeviceHandle_v10_t,
 ) -> ncclResult_t {
-    let class = || {
+    let wishes = || {
         // NCCL's probe for GPU memory connects without a configuration.
         // SAFETY: NULL or NCCL's configuration of the communicator.
-        match unsafe { config.as_ref() } {
-            Some(config) => entries::traffic_class(config.trafficClass),
-            None => Ok(None),
-        }
+        let class = match unsafe { config.as_ref() } {
+            Some(config) => entries::traffic_class(config.trafficClass)?,
+            None => None,
+        };
+        Ok(Wishes { class, profiler: known()? })
     };
     // SAFETY: NCCL's call.
-    unsafe { entries::connect_with(dev, handle, send_comm, class) }
+    unsafe { entries::connect_with(dev, handle, send_comm, wishes) }
 }
 
 fusion!(ncclNetVDeviceProps_v10_t);
@@ -48,7 +66,7 @@ properties!(ncclNetProperties_v10_t, |index, device, config| {
 
 table!(ncclNet_v10_t {
     init: Some(init),
-    listen: Some(entries::listen),
+    listen: Some(listen),
     connect: Some(connect),
     accept: Some(entries::accept_device),
     isend: Some(entries::isend_profiled),

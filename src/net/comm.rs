@@ -13,8 +13,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Memory, Pages, Registration};
 use crate::transfer::{
-    Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, QpSet, RECV_REQUESTS, Receiver, RecvProgress,
-    SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
+    Arrivals, Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, Parent, Profiled, Profiler, QpSet,
+    RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
 };
 use crate::verbs::{Access, Mr};
 
@@ -59,7 +59,7 @@ pub(super) struct Base {
 /// The sending side. Fields are dropped in order: data path, QPs, ring.
 #[derive(Debug)]
 pub struct SendComm {
-    pub(super) hot: UnsafeCell<Sender<Arc<QpSet>>>,
+    pub(super) hot: UnsafeCell<Sender<Profiled<Arc<QpSet>>>>,
     pub(super) base: Base,
     pub(super) _ring: (Vec<Mr>, Pages),
 }
@@ -68,6 +68,8 @@ pub struct SendComm {
 #[derive(Debug)]
 pub struct RecvComm {
     pub(super) hot: UnsafeCell<Receiver<Arc<QpSet>>>,
+    /// Touched as `hot` is.
+    pub(super) profile: UnsafeCell<Option<Box<Arrivals>>>,
     pub(super) base: Base,
     /// Behind the shadow.
     pub(super) _count: Option<Mr>,
@@ -108,6 +110,8 @@ impl MrHandle {
 pub struct Buffers {
     list: [std::mem::MaybeUninit<Buffer>; MAX_GROUP],
     len: usize,
+    /// NCCL's array of what its profiler calls the receives; NULL: there is none.
+    parents: *const Parent,
 }
 
 impl Default for Buffers {
@@ -120,7 +124,13 @@ impl Buffers {
     #[inline]
     pub fn new() -> Self {
         // A const block: the plain repeat expression is compiled to clearing the list.
-        Self { list: [const { std::mem::MaybeUninit::uninit() }; MAX_GROUP], len: 0 }
+        Self { list: [const { std::mem::MaybeUninit::uninit() }; MAX_GROUP], len: 0, parents: std::ptr::null() }
+    }
+
+    /// For a profiler: what NCCL calls the receives, one name for each buffer.
+    #[inline]
+    pub fn named(&mut self, parents: *const Parent) {
+        self.parents = parents;
     }
 
     /// Adds one of at most [`MAX_GROUP`].
@@ -449,13 +459,27 @@ impl Comm {
         NonNull::from(self).cast::<u8>().map_addr(|a| a | index).cast()
     }
 
-    /// Starts a send; None is "again".
+    /// Tells a profiler of what is received from here on. Sends have theirs from the start.
+    pub(super) fn profile(&mut self, profiler: Option<Arc<dyn Profiler>>) {
+        if let (Self::Recv(comm), Some(profiler)) = (self, profiler) {
+            *comm.profile.get_mut() = Some(Box::new(Arrivals::new(profiler, comm.base.qps.qp_num(0))));
+        }
+    }
+
+    /// Starts a send; None is "again". `parent` is what NCCL's profiler calls it.
     ///
     /// # Safety
     /// No other data path call on this comm runs at once; `data` is inside what `mr` registered on this comm and stays in
     /// place until the request is done or the comm is closed.
     #[inline(always)] // else only one ABI version's entry would have it inlined
-    pub unsafe fn isend(&self, data: u64, size: u64, tag: u32, mr: &MrHandle) -> Result<Option<Request>, NetError> {
+    pub unsafe fn isend(
+        &self,
+        data: u64,
+        size: u64,
+        tag: u32,
+        mr: &MrHandle,
+        parent: Parent,
+    ) -> Result<Option<Request>, NetError> {
         let Self::Send(comm) = self else { return Err(NetError::misuse("isend on a receiving comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
         let sender = unsafe { &mut *comm.hot.get() };
@@ -464,6 +488,7 @@ impl Comm {
         {
             return Ok(unwanted.map(|i| self.request(usize::from(i))));
         }
+        sender.post().adopt(sender.next(), parent);
         // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
         match unsafe { sender.isend(data, size, tag, NonNull::from(&mr.keys)) } {
             Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
@@ -485,7 +510,12 @@ impl Comm {
         }
         // SAFETY: as in isend.
         match unsafe { receiver.irecv(buffers.as_slice()) } {
-            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
+            Ok(index) => {
+                if let Some(i) = index {
+                    comm.begin(usize::from(i), buffers);
+                }
+                Ok(index.map(|i| self.request(usize::from(i))))
+            }
             Err(fault) => Err(comm.base.fail(&fault)),
         }
     }
@@ -573,6 +603,10 @@ impl Comm {
                         .map(|done| if done { Tested::Flushed } else { Tested::Pending })
                 };
                 match tested {
+                    Ok(received @ Tested::Received { .. }) => {
+                        comm.end(index);
+                        Ok(received)
+                    }
                     Ok(Tested::Pending) if alarmed && index < RECV_REQUESTS => comm.abandoned(),
                     Ok(tested) => Ok(tested),
                     Err(fault) => Err(comm.base.fail(&fault)),
@@ -614,7 +648,11 @@ impl SendComm {
     /// Something happened beside the data path; `starting`: size of a send that is about to start. Some: what isend
     /// answers, as the peer does not need it.
     #[cold]
-    fn mind(&self, sender: &mut Sender<Arc<QpSet>>, starting: Option<u64>) -> Result<Option<Option<u8>>, NetError> {
+    fn mind(
+        &self,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
+        starting: Option<u64>,
+    ) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
         // A fault that polling finds is told below, or by the test of its request.
         if self.base.alert.asked() && sender.poll().is_ok() {
@@ -638,7 +676,9 @@ impl SendComm {
                 Err(cause)
             }
             Some(Attention::PeerClosed { received, .. }) => {
-                sender.settle(received);
+                if sender.settle(received) {
+                    sender.post().settle();
+                }
                 let Some(size) = starting else { return Ok(None) };
                 if let Some(unwanted) = sender.skip(size, received) {
                     return Ok(Some(unwanted));
@@ -652,7 +692,7 @@ impl SendComm {
     #[cold]
     fn settle(
         &self,
-        sender: &mut Sender<Arc<QpSet>>,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
         fault: &Fault,
         index: usize,
     ) -> Result<Tested<'static>, NetError> {
@@ -660,6 +700,7 @@ impl SendComm {
             && sender.settle(received)
             && let Ok(SendProgress::Done { size }) = sender.test(low_byte(index))
         {
+            sender.post().settle();
             return Ok(Tested::Sent { size });
         }
         Err(self.base.fail(fault))
@@ -667,6 +708,28 @@ impl SendComm {
 }
 
 impl RecvComm {
+    /// A profiler, if there is one, learns of a receive.
+    #[inline]
+    fn begin(&self, request: usize, buffers: &Buffers) {
+        // SAFETY: only the data path's thread comes here, which has no other reference to it.
+        if let Some(profile) = unsafe { &mut *self.profile.get() }
+            && !buffers.parents.is_null()
+        {
+            // SAFETY: NCCL passes one name for each buffer.
+            let parents = unsafe { std::slice::from_raw_parts(buffers.parents, buffers.len) };
+            profile.begin(request, parents.iter().copied().zip(buffers.as_slice().iter().map(|b| b.size)));
+        }
+    }
+
+    /// As [`Self::begin`], of its end.
+    #[inline]
+    fn end(&self, request: usize) {
+        // SAFETY: as in `begin`.
+        if let Some(profile) = unsafe { &mut *self.profile.get() } {
+            profile.end(request);
+        }
+    }
+
     #[cold]
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
         fork::refuse_child()?;
@@ -715,7 +778,7 @@ mod tests {
 
     fn isend(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {
         // SAFETY: the tests make one call at a time; the arrays outlive the comms.
-        unsafe { comm.isend(data.as_ptr() as u64, 8, 0, mr) }
+        unsafe { comm.isend(data.as_ptr() as u64, 8, 0, mr, Parent::NONE) }
     }
 
     fn irecv(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Result<Option<Request>, NetError> {

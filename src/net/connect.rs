@@ -11,11 +11,12 @@ use crate::config::Config;
 use crate::memory::Pages;
 use crate::rendezvous::{Channel, Connector, Handle, Watcher};
 use crate::transfer::credit::{CreditRing, Stride};
-use crate::transfer::{CountPath, MAX_RAILS, QpSet, Sender, SenderParts};
+use crate::transfer::{CountPath, MAX_RAILS, Profiled, Profiler, QpSet, Sender, SenderParts};
 use crate::verbs::{Access, Mr};
 
 use super::alert::Alert;
 use super::comm::{Base, Comm, SendComm};
+use super::context::Wishes;
 use super::device::{Device, Port};
 use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
 use super::gpu::GpuMemory;
@@ -44,6 +45,7 @@ struct Side {
     ring: (Vec<Mr>, Pages),
     device: String,
     hints: bool,
+    profiler: Option<Arc<dyn Profiler>>,
 }
 
 /// What the word of the count takes: it shares no cache line with the ring.
@@ -91,7 +93,8 @@ pub(super) fn too_late(what: &str, peer: &str, limit: Duration) -> NetError {
 }
 
 impl Side {
-    fn make(device: &Device, class: Option<u8>, config: &Config) -> Result<Self, NetError> {
+    fn make(device: &Device, wishes: Wishes, config: &Config) -> Result<Self, NetError> {
+        let Wishes { class, profiler } = wishes;
         if device.rails.is_empty() {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
@@ -104,15 +107,15 @@ impl Side {
         }
         let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, class, config)?;
         let device = device.name.to_string_lossy().into_owned();
-        Ok(Self { draft, ring: (mrs, pages), device, hints: config.recv_hint })
+        Ok(Self { draft, ring: (mrs, pages), device, hints: config.recv_hint, profiler })
     }
 }
 
 impl Connecting {
-    pub(super) fn start(device: &Device, handle: &Handle, class: Option<u8>, config: &Config, now: Instant) -> Self {
+    pub(super) fn start(device: &Device, handle: &Handle, wishes: Wishes, config: &Config, now: Instant) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let deadline = now + config.connect_timeout;
-        let stage = match Side::make(device, class, config) {
+        let stage = match Side::make(device, wishes, config) {
             Ok(side) => Stage::Dialing(Connector::new(handle, None, now, deadline).reach_by(now + DIAL), side),
             Err(e) => Stage::Declining(Connector::new(handle, None, now, deadline.min(now + TELL)), e),
         };
@@ -322,7 +325,7 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
 }
 
 fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Result<Box<Comm>, NetError> {
-    let Side { draft, ring, device, .. } = side;
+    let Side { draft, ring, device, profiler, .. } = side;
     let inline = draft.max_inline() >= COUNT_BYTES;
     let ports = draft.ports();
     let routes = draft.routes(&answer.rails);
@@ -335,7 +338,7 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
     // SAFETY: inside the pages, behind the ring.
     let word = unsafe { ring.1.base().add(ring.1.len() - COUNT_LINE) }.cast();
     let sender = Sender::new(SenderParts {
-        post: Arc::clone(&qps),
+        post: Profiled::new(Arc::clone(&qps), profiler, qps.lanes(), |qp| qps.qp_num(qp)),
         credits,
         lanes: qps.lanes(),
         speed: speeds(&ports, &answer.rails),

@@ -2,9 +2,20 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::transfer::Profiler;
 
 use super::NetError;
+
+/// What a communicator wants of its connections.
+#[derive(Debug, Clone, Default)]
+pub struct Wishes {
+    /// Its traffic class.
+    pub class: Option<u8>,
+    /// Who is told of every work request.
+    pub profiler: Option<Arc<dyn Profiler>>,
+}
 
 /// Communicators that are open.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
@@ -37,26 +48,32 @@ impl fmt::Display for Attributes {
 pub struct CommContext {
     id: u64,
     class: Result<Option<u8>, NetError>,
+    profiler: Option<Arc<dyn Profiler>>,
     attributes: Mutex<Option<Attributes>>,
 }
 
 impl CommContext {
     /// `id` is NCCL's own, the same on all ranks; `class` the traffic class that the communicator asks for.
-    pub(super) fn open(id: u64, class: Result<Option<u8>, NetError>) -> Self {
+    pub(super) fn open(id: u64, class: Result<Option<u8>, NetError>, profiler: Option<Arc<dyn Profiler>>) -> Self {
         OPEN.fetch_add(1, Ordering::Relaxed);
         match class {
             Ok(Some(class)) => tracing::info!(target: "net", "communicator {id:#x}, traffic class {class}"),
             _ => tracing::info!(target: "net", "communicator {id:#x}"),
         }
-        Self { id, class, attributes: Mutex::default() }
+        Self { id, class, profiler, attributes: Mutex::default() }
     }
 
     pub(super) fn any_open() -> bool {
         OPEN.load(Ordering::Relaxed) > 0
     }
 
-    pub fn class(&self) -> Result<Option<u8>, NetError> {
-        self.class.clone()
+    /// What it wants of a connection that it makes; an error where that can't be had.
+    pub fn wishes(&self) -> Result<Wishes, NetError> {
+        Ok(Wishes { class: self.class.clone()?, profiler: self.profiler.clone() })
+    }
+
+    pub fn profiler(&self) -> Option<Arc<dyn Profiler>> {
+        self.profiler.clone()
     }
 
     /// Keeps what NCCL expects. It decides nothing: when a connection is made NCCL says "any protocol", and what it says
@@ -93,8 +110,8 @@ mod tests {
 
     #[test]
     fn what_nccl_said_last_is_kept() {
-        let context = CommContext::open(7, Ok(Some(106)));
-        assert_eq!((context.class(), context.attributes()), (Ok(Some(106)), None));
+        let context = CommContext::open(7, Ok(Some(106)), None);
+        assert_eq!((context.wishes().map(|w| w.class), context.attributes()), (Ok(Some(106)), None));
         let side = [(1, 4), (1, 2)];
         let first = Attributes { send: side, recv: side, op: u32::MAX, algo: u32::MAX, proto: u32::MAX };
         context.record(first);

@@ -11,7 +11,7 @@ use crate::memory::Pages;
 use crate::rendezvous::{Channel, HANDLE_BYTES, KeepAlive, Limits, Listener};
 use crate::topology::{ifaces, rails};
 use crate::transfer::credit::{CreditRing, Stride};
-use crate::transfer::{QpSet, Receiver, ReceiverParts};
+use crate::transfer::{Profiler, QpSet, Receiver, ReceiverParts};
 use crate::verbs::{Access, Mr, Qp, Rts};
 
 use super::alert::Alert;
@@ -35,6 +35,7 @@ pub struct Accepting {
     listener: Listener,
     rails: Vec<Arc<Port>>,
     device: String,
+    profiler: Option<Arc<dyn Profiler>>,
     peers: Vec<Pending>,
 }
 
@@ -86,7 +87,11 @@ enum Step {
 }
 
 impl Accepting {
-    pub(super) fn listen(device: &Device, config: &Config) -> Result<(Box<Self>, [u8; HANDLE_BYTES]), NetError> {
+    pub(super) fn listen(
+        device: &Device,
+        profiler: Option<Arc<dyn Profiler>>,
+        config: &Config,
+    ) -> Result<(Box<Self>, [u8; HANDLE_BYTES]), NetError> {
         if device.rails.is_empty() {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
         }
@@ -100,6 +105,7 @@ impl Accepting {
             listener,
             rails: device.rails.clone(),
             device: device.name.to_string_lossy().into_owned(),
+            profiler,
             peers: Vec::new(),
         };
         Ok((Box::new(accepting), handle.encode()))
@@ -117,7 +123,10 @@ impl Accepting {
         let mut i = 0;
         while i < self.peers.len() {
             match self.peers.swap_remove(i).step(&self.rails, &self.device, config, now)? {
-                Step::Done(comm) => return Ok(Some(comm)),
+                Step::Done(mut comm) => {
+                    comm.profile(self.profiler.clone());
+                    return Ok(Some(comm));
+                }
                 Step::Again(pending) => {
                     self.peers.push(*pending);
                     let last = self.peers.len() - 1;
@@ -357,6 +366,7 @@ fn finish(
     let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm {
         hot: UnsafeCell::new(receiver),
+        profile: UnsafeCell::new(None),
         base,
         _count: count,
         _shadow: shadow,
@@ -367,19 +377,20 @@ fn finish(
 
 #[cfg(test)]
 mod tests {
+    use crate::net::Wishes;
     use crate::net::tests::{engine, until};
 
     #[test]
     fn a_listener_that_closes_ends_the_connect() {
         let engine = engine(&[]);
-        let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+        let (mut listener, mut handle) = engine.listen(0, None).expect("a listener");
         until("a peer that has proved itself", || {
-            assert!(engine.connect(0, &mut handle, None).expect("connect").is_none());
+            assert!(engine.connect(0, &mut handle, Wishes::default()).expect("connect").is_none());
             assert!(engine.accept(&mut listener).expect("accept").is_none());
             (!listener.peers.is_empty()).then_some(())
         });
         drop(listener);
-        until("the error", || engine.connect(0, &mut handle, None).err());
+        until("the error", || engine.connect(0, &mut handle, Wishes::default()).err());
         assert!(engine.connecting.is_empty());
     }
 }

@@ -30,13 +30,14 @@ use crate::abi::types::ncclDebugLogger_t;
 use crate::config::Config;
 use crate::observe;
 use crate::rendezvous::{Handle, SPARE_BYTES};
+use crate::transfer::Profiler;
 
 use connect::Connecting;
 use fusion::Devices;
 
 pub use crate::rendezvous::HANDLE_BYTES;
 pub use comm::{Buffers, Comm, MrHandle, Request, Tested};
-pub use context::{Attributes, CommContext};
+pub use context::{Attributes, CommContext, Wishes};
 pub use device::{Device, LeftOut, discover};
 pub use listen::Accepting;
 
@@ -105,16 +106,18 @@ impl Engine {
         Self::start(logger, abi)
     }
 
-    /// As [`Self::init`], for one communicator: `id` is NCCL's own, `class` the traffic class that it asks for.
+    /// As [`Self::init`], for one communicator: `id` is NCCL's own, `class` the traffic class that it asks for, `profiler` is
+    /// told of its work requests.
     pub fn open(
         logger: ncclDebugLogger_t,
         abi: u8,
         id: u64,
         class: impl FnOnce() -> Result<Option<u8>, NetError>,
+        profiler: Option<Arc<dyn Profiler>>,
     ) -> Result<Box<CommContext>, NetError> {
         let _one_at_a_time = INIT.lock().unwrap_or_else(PoisonError::into_inner);
         Self::start(logger, abi)?;
-        Ok(Box::new(CommContext::open(id, class())))
+        Ok(Box::new(CommContext::open(id, class(), profiler)))
     }
 
     fn start(logger: ncclDebugLogger_t, abi: u8) -> Result<(), NetError> {
@@ -211,18 +214,22 @@ impl Engine {
     }
 
     /// Listens for one or more peers; the handle goes to them by NCCL's own ways.
-    pub fn listen(&self, dev: c_int) -> Result<(Box<Accepting>, [u8; HANDLE_BYTES]), NetError> {
+    pub fn listen(
+        &self,
+        dev: c_int,
+        profiler: Option<Arc<dyn Profiler>>,
+    ) -> Result<(Box<Accepting>, [u8; HANDLE_BYTES]), NetError> {
         let device = self.device(dev)?;
-        Accepting::listen(&device, &self.config).map_err(NetError::printed)
+        Accepting::listen(&device, profiler, &self.config).map_err(NetError::printed)
     }
 
-    /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls. `class` is the
-    /// traffic class that the communicator asks for.
+    /// Takes one step of a connect; `handle` is NCCL's own copy and remembers the connect between calls. `wishes` are
+    /// the communicator's.
     pub fn connect(
         &self,
         dev: c_int,
         handle: &mut [u8; HANDLE_BYTES],
-        class: Option<u8>,
+        wishes: Wishes,
     ) -> Result<Option<Box<Comm>>, NetError> {
         let now = Instant::now();
         let spare = Handle::spare(handle);
@@ -232,7 +239,7 @@ impl Engine {
                 let device = self.device(dev)?;
                 let parsed = Handle::decode(handle)
                     .map_err(|e| NetError::new(Code::InvalidArgument, e.to_string()).printed())?;
-                let connecting = Connecting::start(&device, &parsed, class, &self.config, now);
+                let connecting = Connecting::start(&device, &parsed, wishes, &self.config, now);
                 self.reap(now);
                 let id = connecting.id();
                 let mut spare = [0; SPARE_BYTES];

@@ -115,12 +115,12 @@ pub(super) fn connection(engine: &Engine) -> (Box<Comm>, Box<Comm>) {
 
 /// A connection of two engines, which may have other settings; `way` may redirect the handle.
 fn connection_by(from: &Engine, to: &Engine, way: impl FnOnce(&mut [u8; HANDLE_BYTES])) -> (Box<Comm>, Box<Comm>) {
-    let (mut listener, mut handle) = to.listen(0).expect("a listener");
+    let (mut listener, mut handle) = to.listen(0, None).expect("a listener");
     way(&mut handle);
     let (mut send, mut recv) = (None, None);
     until("connection", || {
         if send.is_none() {
-            send = from.connect(0, &mut handle, None).expect("connect");
+            send = from.connect(0, &mut handle, Wishes::default()).expect("connect");
         }
         if recv.is_none() {
             recv = to.accept(&mut listener).expect("accept");
@@ -168,9 +168,9 @@ impl tracing::Subscriber for Lines {
 #[test]
 fn a_sender_may_close_before_accept_has_finished() {
     let engine = engine(&[]);
-    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    let (mut listener, mut handle) = engine.listen(0, None).expect("a listener");
     let send = until("connect", || {
-        let send = engine.connect(0, &mut handle, None).expect("connect");
+        let send = engine.connect(0, &mut handle, Wishes::default()).expect("connect");
         if send.is_none() {
             assert!(engine.accept(&mut listener).expect("accept").is_none());
         }
@@ -196,9 +196,9 @@ fn a_sender_may_close_before_accept_has_finished() {
 #[test]
 fn a_peer_that_is_slow_to_accept_is_waited_for() {
     let engine = engine(&[]);
-    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    let (mut listener, mut handle) = engine.listen(0, None).expect("a listener");
     for _ in 0..100 {
-        assert!(engine.connect(0, &mut handle, None).expect("connect").is_none());
+        assert!(engine.connect(0, &mut handle, Wishes::default()).expect("connect").is_none());
         std::thread::sleep(Duration::from_micros(100));
     }
     let id = *engine.connecting.iter().next().expect("it is under way").key();
@@ -215,14 +215,17 @@ fn a_peer_that_is_slow_to_accept_is_waited_for() {
 #[test]
 fn an_accept_that_fails_at_its_end_tells_why() {
     let engine = engine(&[("NCCL_IB_HCA", "=soft_2"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
-    let (mut listener, mut handle) = engine.listen(0).expect("a listener");
+    let (mut listener, mut handle) = engine.listen(0, None).expect("a listener");
     let mut told = None;
     let why = until("accept's error", || {
-        told = told.take().or_else(|| engine.connect(0, &mut handle, None).map(|c| assert!(c.is_none())).err());
+        told = told
+            .take()
+            .or_else(|| engine.connect(0, &mut handle, Wishes::default()).map(|c| assert!(c.is_none())).err());
         engine.accept(&mut listener).err()
     });
     assert!(why.text.contains("ibv_create_qp"), "{why}");
-    let told = told.unwrap_or_else(|| until("connect's error", || engine.connect(0, &mut handle, None).err()));
+    let told =
+        told.unwrap_or_else(|| until("connect's error", || engine.connect(0, &mut handle, Wishes::default()).err()));
     assert!(told.text.contains("ibv_create_qp"), "{told}");
 }
 

@@ -43,6 +43,7 @@ mod hint;
 pub mod imm;
 #[cfg(test)]
 mod model;
+pub mod profile;
 mod receiver;
 mod sender;
 pub mod split;
@@ -51,6 +52,7 @@ mod tests;
 mod wire;
 mod wr_id;
 
+pub use profile::{Arrivals, Parent, Profiled, Profiler};
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
 pub use sender::{CountPath, SendProgress, Sender, SenderParts};
 pub use split::largest_message;

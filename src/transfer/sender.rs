@@ -155,6 +155,12 @@ impl<P: Post> Sender<P> {
         &self.post
     }
 
+    /// The request that the next send would be.
+    #[inline]
+    pub fn next(&self) -> Option<u8> {
+        self.free_len.checked_sub(1).map(|last| self.free[last])
+    }
+
     /// Requests not yet reported as done.
     pub fn open(&self) -> usize {
         SEND_REQUESTS - self.free_len

@@ -11,7 +11,7 @@ use anyhow::{Context as _, bail, ensure};
 use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
 use super::{Case, Rank, Ranks};
 use crate::abi::{
-    Buffer, LOG_WARN, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot, Version, take_log,
+    Buffer, LOG_WARN, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot, Version, profile, take_log,
 };
 use crate::wire::{self, Link};
 
@@ -32,6 +32,12 @@ pub(super) fn all() -> Vec<Case> {
         Case::new("sizes-null", "test with NULL for the sizes", Two, sizes_null),
         Case::new("test-order", "requests tested newest first", Two, test_order),
         Case::new("send-first", "isend long before any receive: NULL, or kept and right", Two, send_first),
+        Case::new(
+            "profiled",
+            "events of work requests for NCCL's profiler begin, end, and count every byte",
+            Two,
+            profiled,
+        ),
         Case::new("tags", "receives of one buffer, sends in another order of tags", Two, tags),
         Case::new("groups-1", "grouped receives of 1", Two, groups::<1>),
         Case::new(
@@ -287,6 +293,35 @@ fn test_order(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 fn send_first(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let flow = Flow::plain(&[100, 0, 65536, 1 << 20, 8], 0);
     play(rank, &[flow], Manner { late_recv: Duration::from_millis(100), ..Manner::default() })
+}
+
+/// Messages that are one work request, or several on several QPs, alone and in groups.
+fn profiled(rank: &mut Rank<'_>) -> anyhow::Result<()> {
+    if rank.plugin.version() < Version::V10 {
+        return rank.skip("there is no profiler up to version 9");
+    }
+    profile::start();
+    let group = rank.max_group().min(4);
+    let flows = [Flow::plain(&[8, 0, 100, 65536, 1 << 20, 3 << 20, 8], 0), grouped(rank, group, rank.rounds(24), 1)];
+    play(rank, &flows, Manner::default())?;
+    let events = profile::stop();
+    if let Err(wrong) = events.check() {
+        bail!("{wrong}");
+    }
+    if events.begun == 0 {
+        return rank.skip("the plugin reports no events");
+    }
+    let messages: Vec<_> = flows.iter().flat_map(Flow::pairs).collect();
+    let (sent, posted) = messages.iter().fold((0, 0), |(sent, posted), &(s, p)| (sent + s.min(p), posted + p));
+    if rank.rank == 0 {
+        ensure!(events.begun >= messages.len(), "{} messages, {} events", messages.len(), events.begun);
+        ensure!(events.bytes == sent, "{sent} bytes were sent, the events have {}", events.bytes);
+    } else {
+        ensure!(events.begun == messages.len(), "{} receives, {} events", messages.len(), events.begun);
+        ensure!(events.bytes == posted, "receives of {posted} bytes were posted, the events have {}", events.bytes);
+    }
+    ensure!(events.qps.iter().all(|&qp| qp > 0), "events on QPs {:?}", events.qps);
+    Ok(())
 }
 
 fn tags(rank: &mut Rank<'_>) -> anyhow::Result<()> {

@@ -114,6 +114,16 @@ impl Flow {
         }
     }
 
+    /// What was sent and what was posted for it, message by message.
+    pub(super) fn pairs(&self) -> Vec<(usize, usize)> {
+        let slots = self.recvs.iter().zip(self.matches());
+        slots
+            .flat_map(|(slots, sends)| {
+                slots.iter().zip(sends).map(|(slot, send)| (self.sends[send].len, slot.len)).collect::<Vec<_>>()
+            })
+            .collect()
+    }
+
     /// For each slot, in order, the number of the send that fills it: the first one left with its tag.
     fn matches(&self) -> Vec<Vec<usize>> {
         let mut free: Vec<_> = (0..self.sends.len()).collect();

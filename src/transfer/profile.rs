@@ -1,0 +1,391 @@
+//! What NCCL's profiler is told: each work request of a send, from its post to its completion, on the QP that it goes over.
+//!
+//! A QP completes its requests in order, so their events are a queue by QP. The sender knows nothing of it: its way to the
+//! QPs is wrapped.
+
+use std::cell::Cell;
+use std::ffi::c_void;
+use std::fmt;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use crate::verbs::{Completion, VerbsError, Wc, WcBatch, WriteWr};
+
+use super::wire::Post;
+use super::wr_id::{Kind, WrId};
+use super::{Lanes, MAX_GROUP, RECV_REQUESTS, SEND_REQUESTS, SEND_WRS};
+
+/// NCCL's own name of a transfer, of which the events are parts; never followed here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(transparent)]
+pub struct Parent(pub *mut c_void);
+
+impl Parent {
+    /// Of a version of the interface that has no profiler.
+    pub const NONE: Self = Self(ptr::null_mut());
+}
+
+/// An event that has begun; None: the profiler does not want it.
+pub type Event = Option<NonNull<c_void>>;
+
+/// A work request as the profiler is told of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Posted {
+    /// Number of the rail.
+    pub rail: usize,
+    pub wr_id: u64,
+    pub operation: Operation,
+    pub qp_num: u32,
+    pub bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    Write,
+    WriteWithImm,
+    /// The answer to a credit.
+    Receive,
+}
+
+/// Who wants to know. Called on the data path.
+pub trait Profiler: fmt::Debug + Send + Sync {
+    fn begin(&self, parent: Parent, posted: &Posted) -> Event;
+    fn end(&self, event: NonNull<c_void>);
+}
+
+/// The events of a QP, oldest first.
+#[derive(Debug)]
+struct Lane {
+    rail: usize,
+    qp_num: u32,
+    events: [Cell<Event>; SEND_WRS as usize],
+    first: Cell<usize>,
+    len: Cell<usize>,
+}
+
+impl Lane {
+    fn new(rail: usize, qp_num: u32) -> Self {
+        let events = [const { Cell::new(None) }; SEND_WRS as usize];
+        Self { rail, qp_num, events, first: Cell::new(0), len: Cell::new(0) }
+    }
+
+    fn push(&self, event: Event) {
+        self.events[(self.first.get() + self.len.get()) % self.events.len()].set(event);
+        self.len.set(self.len.get() + 1);
+    }
+
+    fn pop(&self) -> Event {
+        if self.len.get() == 0 {
+            return None;
+        }
+        let first = self.first.get();
+        self.first.set((first + 1) % self.events.len());
+        self.len.set(self.len.get() - 1);
+        self.events[first].take()
+    }
+}
+
+#[derive(Debug)]
+struct Log {
+    profiler: Arc<dyn Profiler>,
+    /// By request.
+    parents: [Cell<Parent>; SEND_REQUESTS],
+    lanes: Box<[Lane]>,
+}
+
+impl Log {
+    fn begin(&self, qp: usize, w: &WriteWr) {
+        let lane = &self.lanes[qp];
+        // What is not of a send (a count of hinted receives) has no parent.
+        let parent = self.parents.get(usize::from(WrId::unpack(w.wr_id).request)).map_or(Parent::NONE, Cell::get);
+        let event = if parent == Parent::NONE {
+            None
+        } else {
+            let operation = if w.imm.is_some() { Operation::WriteWithImm } else { Operation::Write };
+            let bytes = u64::from(w.length);
+            let posted = Posted { rail: lane.rail, wr_id: w.wr_id, operation, qp_num: lane.qp_num, bytes };
+            self.profiler.begin(parent, &posted)
+        };
+        lane.push(event);
+    }
+
+    fn end(&self, wr_id: u64) {
+        let id = WrId::unpack(wr_id);
+        if let (Kind::Data, Some(lane)) = (id.kind, self.lanes.get(usize::from(id.qp))) {
+            self.end_oldest(lane);
+        }
+    }
+
+    fn end_oldest(&self, lane: &Lane) {
+        if let Some(event) = lane.pop() {
+            self.profiler.end(event);
+        }
+    }
+}
+
+/// A sender's way to its QPs, watched by a profiler if there is one.
+#[derive(Debug)]
+pub struct Profiled<P> {
+    post: P,
+    log: Option<Box<Log>>,
+}
+
+// SAFETY: parents and events are names that only the profiler follows, from whichever thread runs the data path.
+unsafe impl<P: Send> Send for Profiled<P> {}
+
+impl<P> Profiled<P> {
+    /// `qp_nums` by QP of the connection.
+    pub fn new(post: P, profiler: Option<Arc<dyn Profiler>>, lanes: Lanes, qp_nums: impl Fn(usize) -> u32) -> Self {
+        let log = profiler.map(|profiler| {
+            Box::new(Log {
+                profiler,
+                parents: [const { Cell::new(Parent::NONE) }; SEND_REQUESTS],
+                lanes: (0..lanes.total()).map(|qp| Lane::new(qp / lanes.qps, qp_nums(qp))).collect(),
+            })
+        });
+        Self { post, log }
+    }
+
+    /// The writes of this request, from now on, are parts of `parent`.
+    #[inline]
+    pub fn adopt(&self, request: Option<u8>, parent: Parent) {
+        if let (Some(log), Some(request)) = (&self.log, request) {
+            log.parents[usize::from(request)].set(parent);
+        }
+    }
+
+    /// Ends every event: what is still under way is done, and its completions may never come.
+    pub fn settle(&self) {
+        if let Some(log) = &self.log {
+            for lane in &log.lanes {
+                while lane.len.get() > 0 {
+                    log.end_oldest(lane);
+                }
+            }
+        }
+    }
+}
+
+impl<P: Post> Post for Profiled<P> {
+    #[inline]
+    unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
+        if let Some(log) = &self.log {
+            log.begin(qp, w);
+        }
+        // SAFETY: the caller's promise. One that is refused ends the connection; its event stays open, as what it was part of.
+        unsafe { self.post.write(qp, w) }
+    }
+
+    fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError> {
+        self.post.recvs(qp, wr_id, count)
+    }
+
+    unsafe fn flush(&self, rail: usize, wr_id: u64, remote: u64, rkey: u32) -> Result<(), VerbsError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.post.flush(rail, wr_id, remote, rkey) }
+    }
+
+    #[inline]
+    fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
+        let completions = self.post.poll(rail, batch)?;
+        if let Some(log) = &self.log {
+            for wc in completions {
+                match wc.read() {
+                    Completion::Sent { wr_id } => log.end(wr_id),
+                    Completion::Failed(failure) => log.end(failure.wr_id),
+                    Completion::Arrived(_) => {}
+                }
+            }
+        }
+        Ok(completions)
+    }
+}
+
+/// The events of a receiver: one for each buffer, from its credit to its last byte. Which QPs bring it shows only when it
+/// has come, so the first stands for all.
+#[derive(Debug)]
+pub struct Arrivals {
+    profiler: Arc<dyn Profiler>,
+    qp_num: u32,
+    events: Box<[[Event; MAX_GROUP]; RECV_REQUESTS]>,
+}
+
+impl Arrivals {
+    pub fn new(profiler: Arc<dyn Profiler>, qp_num: u32) -> Self {
+        Self { profiler, qp_num, events: Box::new([[None; MAX_GROUP]; RECV_REQUESTS]) }
+    }
+
+    /// A receive of buffers of these sizes and parents is posted.
+    pub fn begin(&mut self, request: usize, buffers: impl Iterator<Item = (Parent, u64)>) {
+        for (place, (parent, bytes)) in self.events[request].iter_mut().zip(buffers) {
+            let posted =
+                Posted { rail: 0, wr_id: request as u64, operation: Operation::Receive, qp_num: self.qp_num, bytes };
+            *place = if parent == Parent::NONE { None } else { self.profiler.begin(parent, &posted) };
+        }
+    }
+
+    /// It is done.
+    pub fn end(&mut self, request: usize) {
+        for event in self.events[request].iter_mut().filter_map(Option::take) {
+            self.profiler.end(event);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use std::collections::VecDeque;
+    use std::sync::Mutex;
+
+    const LANES: Lanes = Lanes { rails: 2, qps: 2 };
+
+    /// What it was told, as text; events are numbered from 1.
+    #[derive(Debug, Default)]
+    struct Notes(Mutex<(usize, Vec<String>)>);
+
+    impl Notes {
+        fn take(&self) -> Vec<String> {
+            std::mem::take(&mut self.0.lock().expect("no panic").1)
+        }
+    }
+
+    impl Profiler for Notes {
+        fn begin(&self, parent: Parent, p: &Posted) -> Event {
+            let mut notes = self.0.lock().expect("no panic");
+            notes.0 += 1;
+            let event = notes.0;
+            notes.1.push(format!(
+                "{event} begins in {}: {:?} of {} on rail {} QP {}",
+                parent.0.addr(),
+                p.operation,
+                p.bytes,
+                p.rail,
+                p.qp_num
+            ));
+            NonNull::new(ptr::without_provenance_mut(event))
+        }
+
+        fn end(&self, event: NonNull<c_void>) {
+            self.0.lock().expect("no panic").1.push(format!("{} ends", event.addr()));
+        }
+    }
+
+    /// Completes what the test says.
+    #[derive(Debug, Default)]
+    struct Wire(RefCell<VecDeque<Wc>>);
+
+    impl Post for Wire {
+        unsafe fn write(&self, _: usize, _: &WriteWr) -> Result<(), VerbsError> {
+            Ok(())
+        }
+
+        fn recvs(&self, _: usize, _: u64, _: usize) -> Result<(), VerbsError> {
+            Ok(())
+        }
+
+        unsafe fn flush(&self, _: usize, _: u64, _: u64, _: u32) -> Result<(), VerbsError> {
+            Ok(())
+        }
+
+        fn poll<'a>(&self, _: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
+            Ok(batch.fill(&mut self.0.borrow_mut()))
+        }
+    }
+
+    fn parent(name: usize) -> Parent {
+        Parent(ptr::without_provenance_mut(name))
+    }
+
+    fn id(request: u8, qp: u8) -> u64 {
+        WrId { kind: Kind::Data, qp, request, generation: 1, count: 8 }.pack()
+    }
+
+    fn write(way: &Profiled<Wire>, request: u8, qp: u8, imm: Option<u32>) {
+        let (local, lkey, remote, rkey) = (0, 0, 0, 0);
+        let w = WriteWr {
+            wr_id: id(request, qp),
+            local,
+            lkey,
+            length: 8,
+            remote,
+            rkey,
+            imm,
+            signaled: true,
+            inline: false,
+        };
+        // SAFETY: the wire looks at nothing.
+        unsafe { way.write(usize::from(qp), &w) }.expect("no refusal");
+    }
+
+    fn complete(way: &Profiled<Wire>, ids: &[u64]) {
+        way.post.0.borrow_mut().extend(ids.iter().map(|&id| Wc::sent(id)));
+        way.poll(0, &mut WcBatch::default()).expect("no refusal");
+    }
+
+    #[test]
+    fn an_event_is_a_work_request_from_post_to_completion() {
+        let notes = Arc::new(Notes::default());
+        let profiler: Arc<dyn Profiler> = Arc::clone(&notes) as Arc<dyn Profiler>;
+        let way = Profiled::new(Wire::default(), Some(profiler), LANES, |qp| 100 + u32::try_from(qp).expect("small"));
+        way.adopt(Some(5), parent(77));
+        way.adopt(Some(6), parent(88));
+        write(&way, 5, 3, None);
+        write(&way, 6, 3, Some(1));
+        write(&way, 5, 0, Some(1));
+        // A count of hinted receives is part of nothing, and in its QP's order all the same.
+        write(&way, u8::try_from(SEND_REQUESTS).expect("small"), 0, None);
+        write(&way, 6, 0, Some(1));
+        assert_eq!(
+            notes.take(),
+            [
+                "1 begins in 77: Write of 8 on rail 1 QP 103",
+                "2 begins in 88: WriteWithImm of 8 on rail 1 QP 103",
+                "3 begins in 77: WriteWithImm of 8 on rail 0 QP 100",
+                "4 begins in 88: WriteWithImm of 8 on rail 0 QP 100",
+            ]
+        );
+        complete(&way, &[id(5, 0), id(5, 3)]);
+        assert_eq!(notes.take(), ["3 ends", "1 ends"]);
+        complete(&way, &[id(u8::try_from(SEND_REQUESTS).expect("small"), 0)]);
+        assert_eq!(notes.take(), [] as [String; 0]);
+        complete(&way, &[id(6, 0), id(6, 3)]);
+        assert_eq!(notes.take(), ["4 ends", "2 ends"]);
+        // The peer, which has closed, said that it has these.
+        write(&way, 6, 0, None);
+        write(&way, 5, 3, None);
+        way.settle();
+        assert_eq!(notes.take()[2..], ["5 ends", "6 ends"]);
+        complete(&way, &[id(6, 0)]);
+        assert_eq!(notes.take(), [] as [String; 0]);
+    }
+
+    #[test]
+    fn a_transfer_without_a_name_is_told_to_nobody() {
+        let notes = Arc::new(Notes::default());
+        let profiler: Arc<dyn Profiler> = Arc::clone(&notes) as Arc<dyn Profiler>;
+        let way = Profiled::new(Wire::default(), Some(profiler), LANES, |_| 0);
+        way.adopt(Some(0), parent(7));
+        way.adopt(Some(0), Parent::NONE);
+        way.adopt(None, parent(9));
+        write(&way, 0, 1, None);
+        complete(&way, &[id(0, 1)]);
+        assert_eq!(notes.take(), [] as [String; 0]);
+    }
+
+    #[test]
+    fn a_receive_is_an_event_for_each_buffer() {
+        let notes = Arc::new(Notes::default());
+        let mut arrivals = Arrivals::new(Arc::clone(&notes) as Arc<dyn Profiler>, 42);
+        arrivals.begin(3, [(parent(1), 10), (Parent::NONE, 20), (parent(3), 30)].into_iter());
+        assert_eq!(
+            notes.take(),
+            ["1 begins in 1: Receive of 10 on rail 0 QP 42", "2 begins in 3: Receive of 30 on rail 0 QP 42"]
+        );
+        arrivals.end(3);
+        assert_eq!(notes.take(), ["1 ends", "2 ends"]);
+        arrivals.end(3);
+        assert_eq!(notes.take(), [] as [String; 0]);
+    }
+}
