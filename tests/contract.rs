@@ -106,6 +106,25 @@ mod tests {
         }
     }
 
+    /// The same with ports on which every message takes a time of its own, one seed after the other: data, credits, counts and
+    /// their acknowledgements overtake each other wherever queue pairs differ.
+    #[test]
+    fn hinted_receives_under_seeded_delays() {
+        let only = ["--only", "hinted", "--only", "hinted-empty", "--only", "ll-lines", "--quick"];
+        for seed in 1..=8 {
+            let rails = [("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"), ("NCCL_IB_QPS_PER_CONNECTION", "2")];
+            let settings = &rails[..if seed % 2 == 0 { 2 } else { 1 }];
+            let line = |line: &str| match line.starts_with("link_layer") {
+                true => format!("{line}\njitter_us = {}\n", 50 * seed),
+                false => format!("{line}\n"),
+            };
+            let ports: String = fabric(2, 2, "Ethernet").lines().map(line).collect();
+            let number = seed.to_string();
+            let arguments = [&only[..], &["--seed", &number]].concat();
+            play(&format!("seed {seed}"), Some(format!("seed = {seed}\n{ports}")), settings, &arguments);
+        }
+    }
+
     /// Most messages are several writes, with NICs that refuse longer ones.
     #[test]
     fn a_port_with_short_messages() {
@@ -204,7 +223,7 @@ mod tests {
         for abi in ["v10", "v11", "v12"] {
             for (fabric, settings) in [(None, &[][..]), (Some(several.clone()), &settings)] {
                 let text = play(&format!("profiled, {abi}"), fabric, settings, &["--abi", abi, "--only", "profiled"]);
-                assert!(text.contains("1 passed, 0 failed, 0 skipped"), "{text}");
+                assert!(text.contains("1 passed, 0 failed") && !text.contains("skipped"), "{text}");
             }
         }
     }

@@ -76,6 +76,15 @@ struct Port {
     gids: RwLock<GidTable>,
     rate: Option<Duration>,
     latency: Duration,
+    jitter: Duration,
+}
+
+/// The finisher of splitmix64: neighbouring numbers become unrelated ones.
+fn scramble(number: u64) -> u64 {
+    let mut z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ z >> 31
 }
 
 impl Adapter {
@@ -96,6 +105,7 @@ impl Adapter {
                 // Per byte: 8 ns at 1 Gb/s.
                 rate: port.rate.map(|gbps| Duration::from_secs_f64(8e-9 / gbps)),
                 latency: Duration::from_micros(port.latency_us.into()),
+                jitter: Duration::from_micros(port.jitter_us.into()),
             }
         };
         let regions = devices.iter().map(|device| device.max_mr).sum::<u32>().max(1);
@@ -181,8 +191,14 @@ impl Adapter {
         self.port(device, port)?.rate
     }
 
-    pub(crate) fn latency(&self, device: usize, port: usize) -> Duration {
-        self.port(device, port).map_or(Duration::ZERO, |port| port.latency)
+    /// How long a message of queue pair `qp` waits before it leaves; `index` tells the messages of a queue pair apart.
+    pub(crate) fn latency(&self, device: usize, port: usize, qp: u32, index: u32) -> Duration {
+        let Some(port) = self.port(device, port) else { return Duration::ZERO };
+        if port.jitter.is_zero() {
+            return port.latency;
+        }
+        let part = scramble(self.fabric.seed ^ u64::from(qp) << 32 ^ u64::from(index)) % 1024;
+        port.latency + port.jitter * u32::try_from(part).unwrap_or(0) / 1024
     }
 
     pub(crate) fn gids(&self, device: usize, port: usize) -> GidTable {

@@ -41,6 +41,9 @@ pub struct Fabric {
     pub registry: Option<PathBuf>,
     /// Size of the shared-memory ring of one direction of one pair of processes.
     pub ring_kib: Option<u32>,
+    /// Of everything that is drawn at random.
+    #[serde(default)]
+    pub seed: u64,
     #[serde(default, rename = "host")]
     pub hosts: Vec<Host>,
 }
@@ -137,6 +140,9 @@ pub struct Port {
     /// Added to every message.
     #[serde(default)]
     pub latency_us: u32,
+    /// And up to this, drawn anew for each by the fabric's seed. Order inside a queue pair stays.
+    #[serde(default)]
+    pub jitter_us: u32,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq)]
@@ -312,6 +318,7 @@ impl Fabric {
             gid_tbl_len: None,
             rate: None,
             latency_us: 0,
+            jitter_us: 0,
         };
         let device = Device {
             name: "soft0".into(),

@@ -617,7 +617,7 @@ impl World {
         }
         let head = qp.sq.head();
         let port = usize::from(conn.attr.port).saturating_sub(1);
-        let latency = self.adapter.latency(qp.device, port);
+        let latency = self.adapter.latency(qp.device, port, qp.num, head);
         let Some(conn) = self.conn_mut(index) else { return false };
         if !latency.is_zero() && head != conn.gated {
             conn.gates.push_back((head, now + latency));

@@ -52,6 +52,12 @@ name = "cut0"
 [[host.device.port]]
 link_layer = "Ethernet"
 gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
+[[host.device]] # 4: uneven
+name = "uneven0"
+[[host.device.port]]
+link_layer = "Ethernet"
+gids = [{ index = 0, gid = "::ffff:10.0.2.1", type = "RoCE v2" }]
+jitter_us = 2000
 "#;
 
     fn nic(index: usize) -> Nic {
@@ -136,12 +142,37 @@ gids = [{ index = 0, gid = "::ffff:10.0.1.1", type = "RoCE v2" }]
     }
 
     #[test]
+    fn jitter_differs_from_message_to_message_and_queue_pair_to_queue_pair() {
+        let nic = nic(4);
+        let pairs: Vec<_> = (0..2).map(|_| pair(&nic)).collect();
+        let mut took: Vec<u128> = Vec::new();
+        let mut first = [0; 2];
+        for id in 0..40 {
+            let start = Instant::now();
+            pairs.iter().for_each(|(a, _)| a.write(id, &[], 0, 0, None));
+            let mut waiting = [true; 2];
+            while waiting.contains(&true) {
+                for (qp, (a, _)) in pairs.iter().enumerate() {
+                    if waiting[qp] && !a.poll().is_empty() {
+                        first[qp] += usize::from(waiting == [true; 2]);
+                        waiting[qp] = false;
+                        took.push(start.elapsed().as_micros());
+                    }
+                }
+            }
+        }
+        let (least, most) = (took.iter().min().unwrap(), took.iter().max().unwrap());
+        assert!(*least < 700 && *most > 1300, "{least} to {most} us of up to 2000");
+        assert!(first.iter().all(|&count| count > 5), "either overtakes the other: {first:?}");
+    }
+
+    #[test]
     fn a_device_that_is_not_for_us_says_so() {
         nic(0);
         unsafe {
             let mut num = 0;
             let list = v::get_device_list(&mut num);
-            assert_eq!(num, 4);
+            assert_eq!(num, 5);
             assert!(v::open_device(*list.add(2)).is_null());
             assert_eq!(errno(), Some(libc::EPERM));
             assert_eq!(v::get_device_guid(*list).to_be(), 0x0102_0304_0506_0708);
