@@ -3,6 +3,7 @@
 mod cache;
 mod pages;
 pub mod path;
+pub mod profile;
 
 pub use cache::{CacheStats, Memory, Registrar, Registration};
 pub use pages::Pages;

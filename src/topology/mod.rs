@@ -3,6 +3,7 @@
 //!
 //! Nothing here calls verbs; the engine asks libibverbs and passes what it said.
 
+pub mod distance;
 pub mod gid;
 pub mod hca;
 pub mod ifaces;
