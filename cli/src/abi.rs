@@ -8,6 +8,7 @@ mod table;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::Mutex;
@@ -170,6 +171,18 @@ impl Handle {
     }
 }
 
+/// Memory that messages come from and go to: the host's or a GPU's.
+pub(crate) trait Region: fmt::Debug + Sync {
+    fn base(&self) -> *mut u8;
+    fn len(&self) -> usize;
+
+    fn at(&self, range: &Range<usize>) -> *mut c_void {
+        let len = self.len();
+        assert!(range.start <= range.end && range.end <= len, "{range:?} is outside a region of {len}");
+        self.base().wrapping_add(range.start).cast()
+    }
+}
+
 /// Page-aligned host memory that stays mapped for the life of the process, so that a plugin which still writes to it
 /// after a close cannot corrupt the command itself.
 #[derive(Debug)]
@@ -217,17 +230,22 @@ impl Buffer {
         // SAFETY: aligned and inside the mapping; devices and other threads write it atomically or not at all.
         unsafe { AtomicU64::from_ptr(address) }.load(Ordering::Acquire)
     }
+}
 
-    fn at(&self, range: &Range<usize>) -> *mut c_void {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} is outside a buffer of {}", self.len);
-        self.base.wrapping_add(range.start).cast()
+impl Region for Buffer {
+    fn base(&self) -> *mut u8 {
+        self.base
+    }
+
+    fn len(&self) -> usize {
+        self.len
     }
 }
 
 /// One buffer of a receive.
 #[derive(Clone, Debug)]
 pub(crate) struct Slot<'a> {
-    pub buffer: &'a Buffer,
+    pub buffer: &'a dyn Region,
     pub range: Range<usize>,
     pub tag: c_int,
     pub memory: Memory,
@@ -801,21 +819,50 @@ impl Plugin {
         buffer: &Buffer,
         range: Range<usize>,
     ) -> Result<Memory, Fault> {
+        self.reg_as(comm.into(), buffer, &range, PTR_HOST)
+    }
+
+    /// Registers GPU memory by its address.
+    pub(crate) fn reg_gpu(
+        &self,
+        comm: impl Into<AnyComm>,
+        memory: &dyn Region,
+        range: Range<usize>,
+    ) -> Result<Memory, Fault> {
+        self.reg_as(comm.into(), memory, &range, PTR_CUDA)
+    }
+
+    fn reg_as(&self, comm: AnyComm, region: &dyn Region, range: &Range<usize>, kind: c_int) -> Result<Memory, Fault> {
         let reg_mr = entry!(self.reg_mr.get());
-        let (comm, mut memory) = (comm.into().0, ptr::null_mut());
-        let data = buffer.at(&range);
+        let mut memory = ptr::null_mut();
+        let data = region.at(range);
         let code = if self.version < Version::V8 {
             // SAFETY: the member of these versions.
             let reg_mr = unsafe { reg_mr.v6 };
-            // SAFETY: an open comm; the range is mapped memory that is never unmapped.
-            unsafe { reg_mr(comm, data, int(range.len()), PTR_HOST, &raw mut memory) }
+            // SAFETY: an open comm; the region outlives its registration.
+            unsafe { reg_mr(comm.0, data, int(range.len()), kind, &raw mut memory) }
         } else {
             // SAFETY: the member of these versions.
             let reg_mr = unsafe { reg_mr.v8 };
             // SAFETY: as above.
-            unsafe { reg_mr(comm, data, range.len(), PTR_HOST, &raw mut memory) }
+            unsafe { reg_mr(comm.0, data, range.len(), kind, &raw mut memory) }
         };
         checked("regMr", code)?;
+        Ok(Memory(memory))
+    }
+
+    /// Registers GPU memory, all of it, by a descriptor that begins where it begins.
+    pub(crate) fn reg_dmabuf(
+        &self,
+        comm: impl Into<AnyComm>,
+        region: &dyn Region,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<Memory, Fault> {
+        let reg = entry!(self.reg_mr_dma_buf);
+        let (comm, mut memory) = (comm.into().0, ptr::null_mut());
+        let (data, bytes, fd) = (region.at(&(0..region.len())), region.len(), descriptor.as_raw_fd());
+        // SAFETY: an open comm; the region outlives its registration; an open descriptor of it.
+        checked("regMrDmaBuf", unsafe { reg(comm, data, bytes, PTR_CUDA, 0, fd, &raw mut memory) })?;
         Ok(Memory(memory))
     }
 
@@ -837,7 +884,7 @@ impl Plugin {
     pub(crate) fn isend(
         &self,
         comm: SendComm,
-        buffer: &Buffer,
+        buffer: &dyn Region,
         range: Range<usize>,
         tag: c_int,
         memory: Memory,

@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use cudarc::driver::sys::{self as cuda, CUresult};
+
+use crate::abi::Region;
 
 /// What `--nccl` is tried as when it is not given.
 const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -96,6 +99,33 @@ impl Gpu {
         let result = unsafe { cuda::cuDeviceGetPCIBusId(id.as_mut_ptr().cast::<c_char>(), 31, device) };
         cu("cuDeviceGetPCIBusId", result)?;
         Ok(CStr::from_bytes_until_nul(&id)?.to_string_lossy().to_lowercase())
+    }
+
+    /// Whether the driver hands out descriptors of GPU memory (dma-bufs).
+    pub(crate) fn has_dmabuf(index: i32) -> anyhow::Result<bool> {
+        Self::attribute(index, cuda::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED).map(|has| has == 1)
+    }
+
+    /// Major and minor number.
+    pub(crate) fn compute_capability(index: i32) -> anyhow::Result<(c_int, c_int)> {
+        use cuda::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        Ok((Self::attribute(index, MAJOR)?, Self::attribute(index, MINOR)?))
+    }
+
+    /// Whether NCCL flushes what this GPU receives: it does before Hopper.
+    pub(crate) fn needs_flush(index: i32) -> anyhow::Result<bool> {
+        Self::compute_capability(index).map(|(major, _)| major < 9)
+    }
+
+    fn attribute(index: i32, attribute: cuda::CUdevice_attribute) -> anyhow::Result<c_int> {
+        let device = Self::device(index)?;
+        let mut value = 0;
+        // SAFETY: a device of this driver; one int to write.
+        let result = unsafe { cuda::cuDeviceGetAttribute(&raw mut value, attribute, device) };
+        cu("cuDeviceGetAttribute", result).map(|()| value)
     }
 
     pub(crate) fn upload<'a>(&self, to: impl Into<Place<'a>>, from: &[u8]) -> anyhow::Result<()> {
@@ -208,6 +238,30 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+}
+
+impl DeviceMemory {
+    /// A descriptor of all of it; it begins and ends at pages.
+    pub(crate) fn export(&self) -> anyhow::Result<OwnedFd> {
+        let mut fd: c_int = -1;
+        let kind = cuda::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        let place = (&raw mut fd).cast();
+        // SAFETY: a live allocation; one descriptor to write.
+        let result = unsafe { cuda::cuMemGetHandleForAddressRange(place, self.address, self.bytes, kind, 0) };
+        cu("cuMemGetHandleForAddressRange", result)?;
+        // SAFETY: made by the line above, for its caller to close.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+impl Region for DeviceMemory {
+    fn base(&self) -> *mut u8 {
+        ptr::with_exposed_provenance_mut(usize::try_from(self.address).unwrap_or(0))
+    }
+
+    fn len(&self) -> usize {
+        self.bytes
     }
 }
 

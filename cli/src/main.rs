@@ -2,6 +2,7 @@
 
 mod abi;
 mod adapter;
+mod bench;
 mod contract;
 mod cost;
 mod devices;
@@ -84,7 +85,10 @@ enum Command {
     Demo(DemoArgs),
     /// Latency and bandwidth between two processes through the plugin
     Perf(PerfArgs),
-    /// Be the second host of a contract, demo or perf that was started with --meet, until it ends
+    /// What the ways of GPU data cost on this machine (exit status 3: no GPU here)
+    #[command(subcommand)]
+    Bench(bench::Command),
+    /// Be the second host of a contract, demo, perf or bench that was started with --meet, until it ends
     Join { address: String },
     /// NCCL itself on GPUs through a network, every element checked (exit status 3: no GPU or no NCCL here; 4: NCCL
     /// can't do what was asked for)
@@ -266,6 +270,7 @@ fn main() -> ExitCode {
         Command::Contract(args) => args.run(),
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),
+        Command::Bench(command) => command.run(),
         Command::Join { address } => hosts::join(&address),
         Command::NcclCheck(args) => nccl::check::run(&args),
         Command::NcclCompare(args) => nccl::compare::run(&args),
@@ -276,6 +281,7 @@ fn main() -> ExitCode {
                 Job::Contract(job) => contract::rank_main(job, seat, mail),
                 Job::Ring(job) => ring::rank_main(job, seat, mail),
                 Job::Perf(job) => perf::rank_main(job, seat, mail),
+                Job::Bench(job) => bench::measure::rank_main(job, seat, mail),
                 Job::NcclCheck(job) => nccl::check::rank_main(job, seat, mail),
                 Job::Tear(job) => tear::rank_main(job, mail),
                 Job::NcclCompare(job) => nccl::compare::rank_main(job, seat, mail),

@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::abi::{self, LogLine};
 use crate::hosts::Meeting;
-use crate::{contract, nccl, perf, ring, tear};
+use crate::{bench, contract, nccl, perf, ring, tear};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -37,6 +37,7 @@ pub(crate) enum Job {
     Contract(contract::Job),
     Ring(ring::Job),
     Perf(perf::Job),
+    Bench(bench::measure::Job),
     NcclCheck(nccl::check::Job),
     NcclCompare(nccl::compare::Job),
     Tear(tear::Job),
