@@ -206,6 +206,31 @@ impl Gpu {
         cu("cuLaunchKernel", result)
     }
 
+    /// What `body` queues on the stream, as a graph instead of being done.
+    pub(crate) fn capture(&self, body: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Graph> {
+        let mode = cuda::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: a stream of the current context that captures nothing yet.
+        cu("cuStreamBeginCapture", unsafe { cuda::cuStreamBeginCapture_v2(self.stream, mode) })?;
+        let queued = body();
+        let mut graph = ptr::null_mut();
+        // SAFETY: ends what was begun above, on the same thread; one pointer to write.
+        let ended = cu("cuStreamEndCapture", unsafe { cuda::cuStreamEndCapture(self.stream, &raw mut graph) });
+        queued.and(ended)?;
+        let mut runnable = ptr::null_mut();
+        // SAFETY: the graph of the capture; one pointer to write.
+        let made = unsafe { cuda::cuGraphInstantiateWithFlags(&raw mut runnable, graph, 0) };
+        // SAFETY: not used again; what was made of it stands for itself.
+        let destroyed = cu("cuGraphDestroy", unsafe { cuda::cuGraphDestroy(graph) });
+        cu("cuGraphInstantiate", made).and(destroyed)?;
+        Ok(Graph(runnable))
+    }
+
+    /// Queues a graph.
+    pub(crate) fn replay(&self, graph: &Graph) -> anyhow::Result<()> {
+        // SAFETY: a live graph; the memory in it lives until the stream has been waited for.
+        cu("cuGraphLaunch", unsafe { cuda::cuGraphLaunch(graph.0, self.stream) })
+    }
+
     /// Waits for the stream, but not for ever.
     pub(crate) fn wait(&self, patience: Duration) -> anyhow::Result<()> {
         let deadline = Instant::now() + patience;
@@ -225,6 +250,17 @@ impl Gpu {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             result => cu("cuStreamQuery", result).map(|()| true),
         }
+    }
+}
+
+/// Operations that can be queued again and again.
+#[derive(Debug)]
+pub(crate) struct Graph(cuda::CUgraphExec);
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: every launch of it has been waited for. A failure leaks, no more.
+        let _ = unsafe { cuda::cuGraphExecDestroy(self.0) };
     }
 }
 
@@ -425,6 +461,9 @@ pub(crate) struct Nccl {
     async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
     abort: unsafe extern "C" fn(Comm) -> c_int,
     destroy: unsafe extern "C" fn(Comm) -> c_int,
+    /// From NCCL 2.19 on.
+    register: Option<unsafe extern "C" fn(Comm, Take, usize, *mut Take) -> c_int>,
+    deregister: Option<unsafe extern "C" fn(Comm, Take) -> c_int>,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
@@ -470,6 +509,8 @@ impl Nccl {
             async_error: symbol(&library, c"ncclCommGetAsyncError")?,
             abort: symbol(&library, c"ncclCommAbort")?,
             destroy: symbol(&library, c"ncclCommDestroy")?,
+            register: symbol(&library, c"ncclCommRegister").ok(),
+            deregister: symbol(&library, c"ncclCommDeregister").ok(),
             error_string: symbol(&library, c"ncclGetErrorString")?,
         })
     }
@@ -514,6 +555,10 @@ impl Nccl {
         Ok(Communicator { nccl: self, comm })
     }
 }
+
+/// A user's buffer that a communicator knows.
+#[derive(Debug)]
+pub(crate) struct UserBuffer(Take);
 
 /// A rank's communicator; aborted unless it is destroyed in peace.
 #[derive(Debug)]
@@ -628,6 +673,23 @@ impl Communicator<'_> {
         // SAFETY: as above.
         let ended = self.nccl.check("ncclGroupEnd", unsafe { (self.nccl.group_end)() });
         queued.and(ended)
+    }
+
+    /// Makes memory known to the communicator, until it is given back.
+    pub(crate) fn register(&self, memory: &DeviceMemory) -> anyhow::Result<UserBuffer> {
+        let register = self.nccl.register.context("this NCCL has no ncclCommRegister (2.19 and newer have)")?;
+        let place = Place::from(memory).pointer(memory.bytes);
+        let mut handle = ptr::null_mut();
+        // SAFETY: a live communicator; live device memory; one pointer to write.
+        let code = unsafe { register(self.comm, place, memory.bytes, &raw mut handle) };
+        self.nccl.check("ncclCommRegister", code)?;
+        Ok(UserBuffer(handle))
+    }
+
+    pub(crate) fn deregister(&self, buffer: UserBuffer) -> anyhow::Result<()> {
+        let deregister = self.nccl.deregister.context("this NCCL has no ncclCommDeregister")?;
+        // SAFETY: a live communicator, and what it gave for a buffer, once.
+        self.nccl.check("ncclCommDeregister", unsafe { deregister(self.comm, buffer.0) })
     }
 
     /// Waits for the stream; an error of NCCL or too long a wait ends it.
