@@ -190,3 +190,165 @@ fn usable_profile(file: PathBuf, report: &Report, wish: GpuPath) -> Result<Profi
     }
     Ok(profile)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::profile::{Figures, Gpu, Measured, Rule, VERSION, Way};
+    use crate::topology::distance::Distance;
+    use crate::topology::fake::Fake;
+    use crate::topology::function::Function;
+
+    const NIC: &str = "pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:01.0/0000:84:00.0";
+    const NEAR: &str = "pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:00.0/0000:83:00.0";
+    const FAR: &str = "pci0000:c0/0000:c0:01.0/0000:c1:00.0";
+
+    /// A NIC, a GPU below the same switch and one at the other CPU.
+    fn machine() -> Fake {
+        let fake = Fake::new();
+        fake.nic(NIC, "0\n").gpu(NEAR, "0\n").gpu(FAR, "1\n");
+        fake
+    }
+
+    fn survey(fake: &Fake, env: &[(&str, &str)], open: bool) -> Survey {
+        let root = fake.root().to_string_lossy().into_owned();
+        let find = |name: &str| match name {
+            "NCCL_NET_RDMA_SYSROOT" => Some(root.clone()),
+            _ => env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned()),
+        };
+        let (config, warnings) = Config::load(&find, std::iter::empty());
+        assert_eq!(warnings, []);
+        let nic = Nic {
+            name: "mlx5_0".into(),
+            model: profile::nic_model(0x2c9, 4129),
+            firmware: "28.39.1002".into(),
+            port_gbps: 200.0,
+            open: if open { vec!["dma-buf"] } else { Vec::new() },
+            memory: "the words of the probe".into(),
+            bus_id: None,
+            numa_node: None,
+            link: None,
+            relaxed_ordering: None,
+            function: None,
+        }
+        .located(Function::at(fake.root(), &format!("/sys/devices/{NIC}")));
+        Survey::new(vec![nic], &config)
+    }
+
+    /// Of the near pair: staging from 64 bytes on.
+    fn measured() -> Profile {
+        let figures = Some(Figures { latency_us: 1.0, gb_s: 1.0, cpu_share: 0.1, pcie_bytes_per_byte: 1.0 });
+        Profile {
+            version: VERSION,
+            made_by: "a test".into(),
+            adapter: Adapter::Hardware,
+            pairs: vec![profile::Pair {
+                nic: profile::Nic {
+                    name: "mlx5_7".into(),
+                    model: "0x02c9:4129".into(),
+                    firmware: "28.38".into(),
+                    port_gbps: 200.0,
+                },
+                gpu: Gpu { name: "NVIDIA H200".into(), compute_capability: None, bus_id: "0000:aa:00.0".into() },
+                distance: Distance::Pix,
+                link: String::new(),
+                sizes: vec![Measured { bytes: 64, gdr: figures, staging: figures, host: None }],
+                rules: vec![
+                    Rule { from: 0, to: Some(64), path: Way::Gdr },
+                    Rule { from: 64, to: None, path: Way::Staging },
+                ],
+            }],
+        }
+    }
+
+    fn with_profile(fake: &Fake, profile: &str, env: &[(&str, &str)]) -> Survey {
+        fake.put("profile.json", profile);
+        let file = fake.root().join("profile.json").to_string_lossy().into_owned();
+        let env: Vec<_> = env.iter().copied().chain([("NCCL_NET_RDMA_PROFILE", file.as_str())]).collect();
+        survey(fake, &env, true)
+    }
+
+    fn path(survey: &Survey, gpu: &str) -> String {
+        let pair = survey.report.pairs.iter().find(|p| p.gpu == gpu).expect("a pair");
+        survey.of_pair(pair).to_string()
+    }
+
+    #[test]
+    fn each_pair_says_which_rule_decided() {
+        let fake = machine();
+        let found = survey(&fake, &[], true);
+        assert_eq!(path(&found, "0000:83:00.0"), "GPUDirect (rule: GPUDirect is open (dma-buf), distance PIX)");
+        assert!(path(&found, "0000:c1:00.0").contains("SYS apart"));
+        assert!(
+            path(&survey(&fake, &[], false), "0000:83:00.0").starts_with("host memory (rule: GPUDirect is not open")
+        );
+        let lines = found.lines();
+        assert_eq!(lines.len(), 5, "{lines:?}");
+        assert!(lines[3].starts_with("mlx5_0 and GPU 0000:83:00.0: PIX, bridge "), "{lines:?}");
+        let json = serde_json::to_value(found.shown()).expect("JSON");
+        assert_eq!(json["paths"][0]["path"], path(&found, "0000:83:00.0"));
+        assert_eq!((&json["nics"][0]["name"], &json["profile_refused"]), (&"mlx5_0".into(), &serde_json::Value::Null));
+        let words = Survey::new(Vec::new(), &Config::load(&|_| None, std::iter::empty()).0);
+        assert!(words.lines().iter().all(|l| l.starts_with("GPU ")), "{:?}", words.lines());
+    }
+
+    #[test]
+    fn a_profile_decides_for_hardware_like_that_which_was_measured() {
+        let fake = machine();
+        let found = with_profile(&fake, &measured().to_json(), &[]);
+        assert_eq!(found.refused, None);
+        let near = path(&found, "0000:83:00.0");
+        assert!(near.starts_with("GPUDirect, staging from 64 bytes on (rule: profile /"), "{near}");
+        assert!(near.contains("profile.json: staging is best from 64 bytes on"), "{near}");
+        // Nothing was measured of this distance.
+        assert!(path(&found, "0000:c1:00.0").contains("SYS apart"));
+    }
+
+    /// Each as the user meets it: one line with the file and the reason, and the defaults.
+    #[test]
+    fn a_profile_that_does_not_fit_is_refused() {
+        let fake = machine();
+        let good = measured();
+        let mut other_gpu = good.clone();
+        other_gpu.pairs[0].gpu.name = "NVIDIA A100-SXM4-80GB".into();
+        let mut soft = good.clone();
+        soft.adapter = Adapter::SoftHca;
+        let newer = good.to_json().replace("\"version\": 1", "\"version\": 9");
+        for (text, words) in [
+            (good.to_json()[..100].to_owned(), "damaged, or no profile"),
+            (newer, "version 9 of the format, and this build knows 1"),
+            (soft.to_json(), "was measured over soft-hca, and this is a NIC"),
+            (
+                other_gpu.to_json(),
+                "of other hardware: 0x02c9:4129 with NVIDIA A100-SXM4-80GB at PIX; this machine shows 0x02c9:4129 with NVIDIA \
+                 H200 at PIX, 0x02c9:4129 with NVIDIA H200 at SYS",
+            ),
+        ] {
+            let found = with_profile(&fake, &text, &[]);
+            let why = found.refused.clone().expect("refused");
+            assert!(why.starts_with("NCCL_NET_RDMA_PROFILE is not used: /") && why.contains(words), "{why}");
+            assert!(why.ends_with("auto goes on by its defaults"), "{why}");
+            assert!(path(&found, "0000:83:00.0").contains("GPUDirect is open"), "{why}");
+        }
+        let decided = with_profile(&fake, &good.to_json(), &[("NCCL_NET_RDMA_GPU_PATH", "gdr")]);
+        assert!(decided.refused.is_some_and(|why| why.contains("NCCL_NET_RDMA_GPU_PATH decides")));
+        let empty = survey(&Fake::new(), &[("NCCL_NET_RDMA_PROFILE", "/nonexistent")], true);
+        assert!(empty.refused.is_some_and(|why| why.contains("No such file")));
+    }
+
+    #[test]
+    fn gpudirect_that_is_forced_and_closed_is_a_warning() {
+        let warned = |open| {
+            let found = survey(&machine(), &[("NCCL_NET_RDMA_GPU_PATH", "gdr")], open).findings();
+            let warnings = found.into_iter().filter(|f| f.severity == Severity::Warning);
+            warnings.map(|f| f.to_string()).collect::<Vec<_>>()
+        };
+        let [closed] = &warned(false)[..] else { panic!("{:?}", warned(false)) };
+        assert!(
+            closed.starts_with("mlx5_0: NCCL_NET_RDMA_GPU_PATH=gdr is set")
+                && closed.ends_with("the words of the probe")
+        );
+        let [far] = &warned(true)[..] else { panic!("{:?}", warned(true)) };
+        assert!(far.starts_with("GPU 0000:c1:00.0: its nearest NIC is SYS apart"), "{far}");
+    }
+}
