@@ -243,6 +243,12 @@ impl Pair {
         Ok(())
     }
 
+    /// As if GPUDirect had not been measured, with the rules that follow then.
+    pub fn without_gdr(&self) -> Self {
+        let sizes: Vec<Measured> = self.sizes.iter().map(|s| Measured { gdr: None, ..s.clone() }).collect();
+        Self { rules: derive_rules(&sizes), sizes, ..self.clone() }
+    }
+
     /// The way of all sizes is through host memory, by NCCL's own kernels.
     pub fn host(&self) -> bool {
         self.rules.iter().all(|r| r.path == Way::Host)
@@ -262,13 +268,9 @@ impl Pair {
     /// What the plugin does not follow, for people.
     pub fn not_followed(&self) -> Option<String> {
         let (chosen, others) = self.intervals()?;
-        let show = |s: &Sizes| match s.to {
-            u64::MAX => format!("from {} bytes on", s.from),
-            to => format!("{} to {to} bytes", s.from),
-        };
         (!others.is_empty()).then(|| {
-            let others = others.iter().map(show).collect::<Vec<_>>().join(", ");
-            format!("staged is one interval of sizes, {}; staging was also best {others}", show(&chosen))
+            let others = others.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            format!("one interval of sizes is staged, {chosen}; staging was also best {others}")
         })
     }
 
@@ -462,7 +464,7 @@ mod tests {
         ]);
         assert_eq!(p.staged(), Sizes { from: 32, to: 128 });
         let told = p.not_followed().expect("another interval");
-        assert!(told.contains("32 to 128 bytes") && told.contains("0 to 16 bytes"), "{told}");
+        assert!(told.contains("staged, from 32 to below 128 bytes") && told.ends_with("below 16 bytes"), "{told}");
         let one = pair(&[(8, 2.0, 1.0, 0.0)]);
         assert_eq!((one.staged(), one.not_followed()), (Sizes::ALL, None));
         let none = pair(&[(8, 1.0, 2.0, 0.0)]);

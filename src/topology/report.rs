@@ -199,15 +199,14 @@ impl Report {
                 );
                 add(Severity::Warning, &about, text);
             }
-            if how.forced
-                && let Some(nearest) = pairs().map(|p| p.distance).min()
-                && matches!(nearest, Distance::Node | Distance::Sys)
-            {
-                let text = format!(
-                    "its nearest NIC is {nearest} apart and NCCL_NET_RDMA_GPU_PATH=gdr is set: what goes between CPUs is \
-                     often slower by GPUDirect than through host memory"
+            if how.forced && pairs().any(&how.gdr) && pairs().map(|p| p.distance).min() == Some(Distance::Sys) {
+                add(
+                    Severity::Warning,
+                    &about,
+                    "its nearest NIC is SYS apart and NCCL_NET_RDMA_GPU_PATH=gdr is set: what goes between CPUs is often \
+                     slower by GPUDirect than through host memory"
+                        .to_owned(),
                 );
-                add(Severity::Warning, &about, text);
             }
         }
         let near = |p: &&Pair| p.distance.is_near() && (how.gdr)(p);
