@@ -11,12 +11,13 @@ use anyhow::{Context as _, ensure};
 use nccl_net_rdma::memory::profile::Way;
 use serde::{Deserialize, Serialize};
 
-use super::nic::Nic;
+use super::machine::Machine;
 use crate::abi::{self, AnyComm, Buffer, Memory, PTR_CUDA, PTR_DMABUF, Plugin, Properties, Region};
 use crate::gpu::{DeviceMemory, Gpu};
 use crate::pipe::{self, Batch, Pipe};
 use crate::procs::{Mailbox, Seat};
 
+const EMPTY: Range<usize> = Range { start: 0, end: 0 };
 /// For a message between the ranks outside the measurement.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Room that messages in flight share, unless a single one is larger.
@@ -54,7 +55,7 @@ pub(super) enum Note {
 /// What is measured.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Using {
-    pub(super) nic: Nic,
+    pub(super) machine: Machine,
     pub(super) memory: String,
     pub(super) flush: bool,
 }
@@ -196,8 +197,9 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     };
     let needs_flush = gpu.is_some() && (properties.force_flush || Gpu::needs_flush(job.gpu)? || job.flush);
     if seat.rank == 0 {
+        let bus_id = Gpu::bus_id(job.gpu).ok();
         let using = Using {
-            nic: Nic::look(&properties.name, properties.speed_mbps, properties.pci_path.as_deref()),
+            machine: Machine::look(&properties.name, properties.speed_mbps, bus_id.as_deref()),
             memory: registered.name().to_owned(),
             flush: needs_flush,
         };
@@ -320,28 +322,26 @@ impl<'a> Bench<'a> {
 
     /// Messages from rank 0; an empty one comes back, so that the sender's clock covers the arrival of the last.
     fn stream(&self, ranges: &[Range<usize>], mut rest: impl FnMut()) -> anyhow::Result<()> {
-        let empty = [0..0];
         if self.rank == 0 {
             self.pipe.transfer_with(self.sends(ranges), None, &mut rest)?;
-            self.pipe.transfer_with(None, self.recvs(&empty), rest)
+            self.pipe.transfer_with(None, self.recvs(&[EMPTY]), rest)
         } else {
             self.pipe.transfer_with(None, self.recvs(ranges), &mut rest)?;
-            self.pipe.transfer_with(self.sends(&empty), None, rest)
+            self.pipe.transfer_with(self.sends(&[EMPTY]), None, rest)
         }
     }
 
     /// CPU time of a turn in which nothing moves: each rank in turn waits for the other, which sleeps.
     fn idle_turn(&self) -> anyhow::Result<f64> {
         const SLEEP: Duration = Duration::from_millis(60);
-        let empty = [0..0];
         let (mut turns, mut used) = (0_u32, Duration::ZERO);
         for sleeper in [0, 1] {
             if self.rank == sleeper {
                 sleep(SLEEP);
-                self.pipe.transfer(self.sends(&empty), None)?;
+                self.pipe.transfer(self.sends(&[EMPTY]), None)?;
             } else {
                 let begun = cpu_time()?;
-                self.pipe.transfer_with(None, self.recvs(&empty), || {
+                self.pipe.transfer_with(None, self.recvs(&[EMPTY]), || {
                     turns += 1;
                     sleep(NAP);
                 })?;

@@ -2,8 +2,8 @@
 //! memory alone), by message size, through the plugin as NCCL calls it. It prints and plots the figures and writes the
 //! profile that `NCCL_NET_RDMA_PROFILE` names.
 
+mod machine;
 pub(crate) mod measure;
-mod nic;
 mod plot;
 mod results;
 
@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
 use nccl_net_rdma::memory::profile::{self, Profile, Way};
-use nccl_net_rdma::topology::distance::Distance;
 
 use crate::adapter::{Adapter, AdapterArgs};
 use crate::gpu::Gpu;
@@ -82,7 +81,7 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 300, value_name = "S")]
     time_limit: u64,
     /// Folder for profile.json, paths.svg and paths.png
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", overrides_with = "out")]
     out: Option<PathBuf>,
 }
 
@@ -213,7 +212,7 @@ impl Bench<'_> {
         self.bar.set_message(way.to_string());
         let outcomes = procs::run(&spec, |rank, value| match serde_json::from_value(value) {
             Ok(Note::Using(now)) => {
-                self.bar.suspend(|| println!("{way}: device {}, {}", now.nic.name, now.memory_in_words()));
+                self.bar.suspend(|| println!("{way}: device {}, {}", now.machine.nic.name, now.memory_in_words()));
                 *using = Some(now);
             }
             Ok(Note::Refused(why)) => refused = Some(why),
@@ -253,20 +252,21 @@ impl Results {
         let Some(using) = using.filter(|_| !self.ways().is_empty()) else {
             bail!("nothing was measured");
         };
-        println!("\n{}\n\n{FIGURES}", self.table());
+        println!("\n{}\n\n{}\n\n{FIGURES}", using.machine, self.table());
         ensure!(self.wrong == 0, "{} bytes arrived wrong", self.wrong);
         let rules = self.rules();
         let measured_gpu = self.ways().iter().any(|way| *way != Way::Host);
         if measured_gpu {
             println!("\nbest by these figures: {}", rules_in_words(&rules));
         }
-        if !using.nic.hardware {
+        if !using.machine.on_bus {
             println!("\n{SOFTWARE}");
         }
         if let Some(folder) = &args.out {
-            let software = if using.nic.hardware { "" } else { "; software adapter: proves the tool, not a threshold" };
+            let software =
+                if using.machine.on_bus { "" } else { "; software adapter: proves the tool, not a threshold" };
             let chart = Chart {
-                title: format!("{} and {}", using.nic.name, gpu.as_ref().map_or("no GPU", |gpu| &gpu.name)),
+                title: format!("{} and {}", using.machine.nic.name, gpu.as_ref().map_or("no GPU", |gpu| &gpu.name)),
                 subtitle: format!(
                     "nccl-rdma bench paths; {}{software}",
                     if measured_gpu { rules_in_words(&rules) } else { "host memory only".to_owned() }
@@ -293,24 +293,19 @@ impl Results {
 
 impl Results {
     fn profile(&self, using: &Using, gpu: profile::Gpu) -> Profile {
-        let nic = &using.nic;
+        let machine = using.machine.clone();
         let pair = profile::Pair {
-            distance: Distance::Unknown,
-            link: String::new(),
-            nic: profile::Nic {
-                name: nic.name.clone(),
-                model: nic.model.clone(),
-                firmware: nic.firmware.clone(),
-                port_gbps: f64::from(nic.speed_mbps) / 1000.0,
-            },
-            gpu,
+            nic: machine.nic,
+            gpu: profile::Gpu { name: machine.gpu_name.unwrap_or(gpu.name), ..gpu },
+            distance: machine.distance,
+            link: machine.link,
             sizes: self.measured(),
             rules: self.rules(),
         };
         Profile {
             version: profile::VERSION,
             made_by: format!("nccl-rdma {} bench paths", env!("CARGO_PKG_VERSION")),
-            adapter: if nic.hardware { profile::Adapter::Hardware } else { profile::Adapter::SoftHca },
+            adapter: machine.adapter,
             pairs: vec![pair],
         }
     }
@@ -348,4 +343,53 @@ fn write(folder: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
     fs::write(&file, bytes).with_context(|| file.display().to_string())?;
     println!("written: {}", file.display());
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use machine::Machine;
+    use measure::{Row, Times};
+
+    #[test]
+    fn the_profile_that_is_written_is_one_that_the_plugin_reads() {
+        let mut results = Results::default();
+        for (bytes, staging, gdr) in [(8, 12e-6, 3e-6), (1 << 20, 30e-6, 60e-6)] {
+            for (way, seconds) in [(Way::Staging, staging), (Way::Gdr, gdr)] {
+                let times = Times { p50: seconds, p99: seconds, streaming: seconds };
+                results.add(way, 0, &Row { bytes, wrong: 0, cpu: 1e-6, times: Some(times) });
+                results.add(way, 1, &Row { bytes, wrong: 0, cpu: 2e-6, times: None });
+            }
+        }
+        let nic = profile::Nic {
+            name: "mlx5_0".to_owned(),
+            model: profile::nic_model(0x2c9, 4129),
+            firmware: "28.39".to_owned(),
+            port_gbps: 400.0,
+        };
+        let using = Using {
+            machine: Machine {
+                nic,
+                adapter: profile::Adapter::Hardware,
+                on_bus: true,
+                gpu_name: Some("NVIDIA H200".to_owned()),
+                distance: nccl_net_rdma::topology::distance::Distance::Pix,
+                link: "NIC PCIe 32 GT/s x16".to_owned(),
+            },
+            memory: "GPU memory by dma-buf".to_owned(),
+            flush: false,
+        };
+        let gpu = profile::Gpu {
+            name: "H200".to_owned(),
+            compute_capability: Some("9.0".to_owned()),
+            bus_id: "0000:1b:00.0".to_owned(),
+        };
+        let text = results.profile(&using, gpu).to_json();
+        let read = Profile::parse(text.as_bytes(), Path::new("profile.json")).unwrap();
+        let pair = &read.pairs[0];
+        assert_eq!(pair.gpu.name, "NVIDIA H200", "the name by which the plugin finds it");
+        assert!(pair.staged().contains(1 << 20) && !pair.staged().contains(8), "{:?}", pair.rules);
+        let staging = pair.sizes[1].staging.unwrap();
+        assert!((staging.cpu_share - 2.0 / 30.0).abs() < 1e-9 && (staging.pcie_bytes_per_byte - 2.0).abs() < 1e-9);
+    }
 }

@@ -22,6 +22,9 @@ pub(super) struct Series {
     pub(super) points: Vec<Point>,
 }
 
+/// What of a point a panel shows.
+type Value = fn(&Point) -> f64;
+
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Point {
     pub(super) bytes: usize,
@@ -71,7 +74,7 @@ impl Chart {
         let area = area.titled(&self.title, (TEXT, 24))?;
         let area = area.titled(&self.subtitle, (TEXT, 15))?;
         let cells = area.split_evenly((2, 2));
-        let panels: [(&str, fn(&Point) -> f64, bool); 4] = [
+        let panels: [(&str, Value, bool); 4] = [
             ("latency, one way (us)", |p| p.latency_us, true),
             ("bandwidth (GB/s)", |p| p.gb_s, false),
             ("CPU beyond polling, busier side (% of a core)", |p| p.cpu_percent, false),
@@ -94,7 +97,7 @@ impl Chart {
         &self,
         cell: &DrawingArea<B, Shift>,
         name: &str,
-        value: fn(&Point) -> f64,
+        value: Value,
         y: Y,
         (bottom, top): (f64, f64),
     ) -> Result<(), DrawingAreaErrorKind<B::ErrorType>>
@@ -144,7 +147,7 @@ impl Chart {
     }
 
     /// The least and the most above 0; something to draw where there is none.
-    fn range(&self, value: fn(&Point) -> f64) -> (f64, f64) {
+    fn range(&self, value: Value) -> (f64, f64) {
         let values = self.series.iter().flat_map(|series| &series.points).map(value).filter(|value| *value > 0.0);
         let range = values.fold(None, |range: Option<(f64, f64)>, value| {
             range.map_or(Some((value, value)), |(least, most)| Some((least.min(value), most.max(value))))
@@ -177,11 +180,8 @@ fn size_name(log2: f64) -> String {
 
 /// A value with as many digits as an axis needs.
 fn short(value: f64) -> String {
-    match value {
-        v if v >= 10.0 || v == 0.0 => format!("{v:.0}"),
-        v if v >= 1.0 => format!("{v:.1}"),
-        v => format!("{v:.3}"),
-    }
+    let text = format!("{value:.3}");
+    text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
 #[cfg(test)]
@@ -242,6 +242,6 @@ mod tests {
     #[test]
     fn sizes_are_named_as_people_type_them() {
         assert_eq!([3.0, 9.0, 16.0, 20.0, 26.0, 30.0].map(size_name), ["8", "512", "64K", "1M", "64M", "1G"]);
-        assert_eq!([0.0, 0.25, 2.5, 41.0].map(short), ["0", "0.250", "2.5", "41"]);
+        assert_eq!([0.0, 0.25, 2.5, 41.0].map(short), ["0", "0.25", "2.5", "41"]);
     }
 }

@@ -100,13 +100,13 @@ impl Results {
         let mut table = comfy_table::Table::new();
         table.load_style(presets::ASCII_MARKDOWN);
         let heads = ways.iter().flat_map(|way| {
-            [format!("{way}: us, median (p99)"), "GB/s (min..max)".to_owned(), "CPU %, send/recv".to_owned()]
+            ["us, median (p99)", "GB/s (min..max)", "CPU %, send/recv", "PCIe"].map(|name| format!("{way}: {name}"))
         });
         table.set_header(std::iter::once("size (B)".to_owned()).chain(heads));
         for bytes in self.sizes() {
             let mut cells = vec![bytes.to_string()];
             for &way in &ways {
-                cells.extend(self.summary(bytes, way).map_or_else(|| ["-"; 3].map(str::to_owned), |s| s.cells()));
+                cells.extend(self.summary(bytes, way).map_or_else(|| ["-"; 4].map(str::to_owned), |s| s.cells(way)));
             }
             table.add_row(cells);
         }
@@ -161,12 +161,13 @@ impl Summary {
         }
     }
 
-    fn cells(&self) -> [String; 3] {
+    fn cells(&self, way: Way) -> [String; 4] {
         let [send, recv] = self.cpu_share.map(|share| share * 100.0);
         [
             format!("{:.2} ({:.2})", self.p50_us, self.p99_us),
             format!("{:.3} ({:.3}..{:.3})", self.gb_s, self.gb_s_least, self.gb_s_most),
             format!("{send:.1}/{recv:.1}"),
+            format!("{:.0}x", pcie_crossings(way)),
         ]
     }
 }
@@ -240,7 +241,7 @@ mod tests {
         let table = results.table();
         let line = |size: &str| table.lines().find(|line| line.starts_with(&format!("| {size} "))).unwrap().to_owned();
         assert!(line("8").contains("12.00 (24.00)") && line("8").contains("3.00 (6.00)"), "{table}");
-        assert!(line("8").contains("10.0/30.0"), "{table}");
+        assert!(line("8").contains("10.0/30.0") && line("8").contains("| 2x") && line("8").contains("| 1x"), "{table}");
         assert!(line("64").contains("| - "), "{table}");
         assert!(!table.contains("host"), "{table}");
         let series = results.series();
