@@ -5,5 +5,5 @@ mod pages;
 pub mod path;
 pub mod profile;
 
-pub use cache::{CacheStats, Memory, Registrar, Registration};
+pub use cache::{CacheStats, Connected, Memory, Registrar, Registration};
 pub use pages::Pages;

@@ -11,7 +11,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::memory::{Memory, Pages, Registration};
+use crate::memory::{Connected, Memory, Pages, Registration};
 use crate::transfer::{
     Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, QpSet, RECV_REQUESTS, Receiver, RecvProgress,
     SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
@@ -54,6 +54,8 @@ pub(super) struct Base {
     pub(super) fenced: Mutex<bool>,
     /// Stopped because memory of hinted receives was given back: nothing went wrong.
     pub(super) retired: AtomicBool,
+    /// Counts the connection at each port's registrar.
+    pub(super) _connected: Vec<Connected>,
 }
 
 /// The sending side. Fields are dropped in order: data path, QPs, ring.

@@ -384,6 +384,7 @@ pub(super) fn base(
             .map_err(|e| NetError::new(Code::System, format!("the connection to peer {peer} can't be watched: {e}")))?;
     }
     Ok(Base {
+        _connected: ports.iter().map(|port| port.registrar.connected()).collect(),
         alert,
         qps,
         ports,

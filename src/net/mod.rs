@@ -19,7 +19,7 @@ mod listen;
 mod stall;
 mod survey;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::ffi::{CStr, c_int};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
