@@ -237,6 +237,14 @@ impl Base {
                 )
             }
             Fault::Verb(e) => NetError::new(Code::System, format!("{e}; connection to peer {}", self.peer)),
+            Fault::Copy(text) => NetError::new(
+                Code::System,
+                format!(
+                    "a copy between GPU and host memory failed: {text}; connection to peer {}; NCCL_NET_RDMA_GPU_PATH=host does \
+                     without",
+                    self.peer
+                ),
+            ),
             Fault::Protocol(text) => {
                 NetError::new(Code::Internal, format!("{text}; connection to peer {} on {}", self.peer, self.routes[0]))
             }

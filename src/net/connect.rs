@@ -342,6 +342,7 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         split_threshold: config.split_threshold,
         spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
         max_write: answer.max_write,
+        chunk: config.staging_chunk,
         count: answer.hints.then(|| CountPath {
             word,
             lkey: ring.0[0].lkey(),
