@@ -1,8 +1,8 @@
 //! A `libcuda.so.1` for tests of staging where there is no GPU: the calls of the driver that staging makes, with a thread for
 //! each stream that copies late.
 //!
-//! "GPU memory" is a memfd that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`]
-//! is where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: host memory of
+//! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
+//! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: host memory of
 //! a copy that is not pinned, memory pinned while the thread minds stream captures, a copy past the end of its memory. A stream
 //! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel.
 //!
@@ -16,9 +16,10 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 type CUresult = c_int;
@@ -30,6 +31,9 @@ const NOT_SUPPORTED: CUresult = 801;
 const CAPTURE_UNSUPPORTED: CUresult = 900;
 
 const RELAXED: c_int = 2;
+
+/// Bytes of the GPU, of which those count that are touched.
+const MEMORY: u64 = 64 << 30;
 
 /// A range by its length; where the program may look at it, and whether it is of cuMemCreate.
 #[derive(Clone, Copy)]
@@ -80,14 +84,23 @@ enum Work {
 }
 
 struct Stream {
+    context: usize,
     work: Sender<Work>,
     left: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
 }
 
-/// Streams stay until the process ends: they are few.
-fn stream<'a>(handle: *mut c_void) -> Option<&'a Stream> {
-    // SAFETY: from cuStreamCreateWithPriority, or NULL.
-    unsafe { handle.cast::<Stream>().as_ref() }
+/// By handle; they end with their context.
+static STREAMS: Mutex<BTreeMap<usize, Stream>> = Mutex::new(BTreeMap::new());
+
+fn streams() -> MutexGuard<'static, BTreeMap<usize, Stream>> {
+    STREAMS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the driver tells apart: contexts and streams.
+fn handle() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(16);
+    NEXT.fetch_add(16, Ordering::Relaxed)
 }
 
 /// xorshift: a seed is a schedule, as far as threads let it be one.
@@ -98,14 +111,14 @@ fn next(state: &mut u64) -> u64 {
     *state
 }
 
-fn start(blocked: bool) -> Stream {
+fn start(context: usize) -> Stream {
     let (work, todo) = channel();
     let left = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&left);
     let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
-    std::thread::spawn(move || {
+    let thread = std::thread::spawn(move || {
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
-        while blocked {
+        while context == PRIMARY {
             std::thread::park();
         }
         for item in todo {
@@ -126,11 +139,12 @@ fn start(blocked: bool) -> Stream {
             count.fetch_sub(1, Ordering::AcqRel);
         }
     });
-    Stream { work, left }
+    Stream { context, work, left, thread }
 }
 
-fn submit(handle: *mut c_void, work: Work) -> CUresult {
-    let Some(stream) = stream(handle) else { return INVALID_VALUE };
+fn submit(handle: usize, work: Work) -> CUresult {
+    let streams = streams();
+    let Some(stream) = streams.get(&handle) else { return INVALID_VALUE };
     stream.left.fetch_add(1, Ordering::AcqRel);
     if stream.work.send(work).is_ok() { SUCCESS } else { INVALID_VALUE }
 }
@@ -143,32 +157,41 @@ macro_rules! write {
     }};
 }
 
+/// All GPU memory, of which none is given back: its address on the "GPU", and where it can be looked at.
+fn memory() -> Option<(u64, u64)> {
+    static BOTH: OnceLock<Option<(u64, u64)>> = OnceLock::new();
+    *BOTH.get_or_init(|| {
+        // SAFETY: a name.
+        let fd = unsafe { libc::memfd_create(c"gpu".as_ptr(), libc::MFD_CLOEXEC) };
+        // SAFETY: a new file, or none.
+        if unsafe { libc::ftruncate(fd, libc::off_t::try_from(MEMORY).ok()?) } != 0 {
+            return None;
+        }
+        let map = |prot| {
+            let length = usize::try_from(MEMORY).unwrap_or(0);
+            // SAFETY: a new mapping of a new file.
+            unsafe { libc::mmap(ptr::null_mut(), length, prot, libc::MAP_SHARED | libc::MAP_NORESERVE, fd, 0) }
+        };
+        let (device, view) = (map(libc::PROT_NONE), map(libc::PROT_READ | libc::PROT_WRITE));
+        // SAFETY: the mappings keep the file.
+        unsafe { libc::close(fd) };
+        (device != libc::MAP_FAILED && view != libc::MAP_FAILED).then_some((device as u64, view as u64))
+    })
+}
+
 /// GPU memory; `vmm`: as of cuMemCreate. 0 where there is none.
 ///
 /// # Safety
 /// None is needed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stand_in_alloc(length: usize, vmm: c_int) -> u64 {
-    let length = length.max(1).next_multiple_of(4096);
-    // SAFETY: a name.
-    let fd = unsafe { libc::memfd_create(c"gpu".as_ptr(), libc::MFD_CLOEXEC) };
-    let Ok(size) = libc::off_t::try_from(length) else { return 0 };
-    // SAFETY: a new file.
-    if fd < 0 || unsafe { libc::ftruncate(fd, size) } != 0 {
-        return 0;
-    }
-    let map = |prot| {
-        // SAFETY: a new mapping of a new file.
-        unsafe { libc::mmap(ptr::null_mut(), length, prot, libc::MAP_SHARED, fd, 0) }
-    };
-    let (device, view) = (map(libc::PROT_NONE), map(libc::PROT_READ | libc::PROT_WRITE));
-    // SAFETY: the mappings keep the file.
-    unsafe { libc::close(fd) };
-    if device == libc::MAP_FAILED || view == libc::MAP_FAILED {
-        return 0;
-    }
-    state().device.insert(device as u64, Range { length: length as u64, view: view as u64, vmm: vmm != 0 });
-    device as u64
+    static USED: AtomicU64 = AtomicU64::new(0);
+    let length = length.max(1).next_multiple_of(4096) as u64;
+    // A page between two allocations.
+    let offset = USED.fetch_add(length + 4096, Ordering::Relaxed);
+    let Some((device, view)) = memory().filter(|_| offset + length <= MEMORY) else { return 0 };
+    state().device.insert(device + offset, Range { length, view: view + offset, vmm: vmm != 0 });
+    device + offset
 }
 
 /// Where tests look at GPU memory.
@@ -223,17 +246,27 @@ driver! {
     }
 
     fn cuCtxCreate_v2(context: *mut usize, _flags: c_uint, _device: c_int) {
-        static NEXT: AtomicU64 = AtomicU64::new(16);
         if MODE.get() != RELAXED {
             return CAPTURE_UNSUPPORTED;
         }
-        let new = usize::try_from(NEXT.fetch_add(16, Ordering::Relaxed)).unwrap_or(0);
+        let new = handle();
         CONTEXTS.with_borrow_mut(|all| all.push(new));
         write!(context, new)
     }
 
     fn cuCtxDestroy_v2(context: usize) {
-        if context > PRIMARY { SUCCESS } else { INVALID_CONTEXT }
+        if context <= PRIMARY {
+            return INVALID_CONTEXT;
+        }
+        let mut all = streams();
+        let ended: Vec<usize> = all.iter().filter(|(_, stream)| stream.context == context).map(|(&h, _)| h).collect();
+        let ended: Vec<Stream> = ended.iter().filter_map(|handle| all.remove(handle)).collect();
+        drop(all);
+        for stream in ended {
+            drop(stream.work);
+            let _ = stream.thread.join();
+        }
+        SUCCESS
     }
 
     fn cuCtxSetLimit(_limit: c_int, _value: usize) {
@@ -266,14 +299,15 @@ driver! {
         write!(greatest, -5)
     }
 
-    fn cuStreamCreateWithPriority(handle: *mut *mut c_void, _flags: c_uint, _priority: c_int) {
+    fn cuStreamCreateWithPriority(stream: *mut usize, _flags: c_uint, _priority: c_int) {
         let Some(context) = current() else { return INVALID_CONTEXT };
-        let stream = Box::new(start(context == PRIMARY));
-        write!(handle, Box::into_raw(stream).cast())
+        let new = handle();
+        streams().insert(new, start(context));
+        write!(stream, new)
     }
 
-    fn cuStreamQuery(handle: *mut c_void) {
-        match stream(handle) {
+    fn cuStreamQuery(handle: usize) {
+        match streams().get(&handle) {
             Some(stream) if stream.left.load(Ordering::Acquire) == 0 => SUCCESS,
             Some(_) => NOT_READY,
             None => INVALID_VALUE,
@@ -326,21 +360,21 @@ driver! {
         }
     }
 
-    fn cuMemcpyDtoHAsync_v2(host: *mut c_void, device: u64, length: usize, handle: *mut c_void) {
+    fn cuMemcpyDtoHAsync_v2(host: *mut c_void, device: u64, length: usize, handle: usize) {
         let (host, length) = (host as u64, length as u64);
         let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
         let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
         submit(handle, Work::Copy { to: host, from: range.view + offset, length })
     }
 
-    fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: *mut c_void) {
+    fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: usize) {
         let (host, length) = (host as u64, length as u64);
         let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
         let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
         submit(handle, Work::Copy { to: range.view + offset, from: host, length })
     }
 
-    fn cuStreamWriteValue32_v2(handle: *mut c_void, address: u64, value: c_uint, _flags: c_uint) {
+    fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: c_uint, _flags: c_uint) {
         if find(&state().pinned, address, 4).is_none() {
             return INVALID_VALUE;
         }
