@@ -18,6 +18,73 @@ mod tests {
         file
     }
 
+    /// A folder with the stand-in for the CUDA driver, built beside this test.
+    fn cuda() -> tempfile::TempDir {
+        let own = std::env::current_exe().expect("own path");
+        let profile_dir = own.parent().and_then(Path::parent).expect("deps, and the profile");
+        let profile = match profile_dir.file_name().and_then(|n| n.to_str()).expect("name") {
+            "debug" => "dev",
+            other => other,
+        };
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let built = Command::new(cargo)
+            .args([
+                "build",
+                "--quiet",
+                "--locked",
+                "-p",
+                "nccl-net-rdma",
+                "--example",
+                "cuda_stand_in",
+                "--profile",
+                profile,
+            ])
+            .arg("--target-dir")
+            .arg(profile_dir.parent().expect("target"))
+            .current_dir(root())
+            .status()
+            .expect("cargo");
+        assert!(built.success());
+        let folder = tempfile::tempdir().expect("a directory");
+        let library = profile_dir.join("examples/libcuda_stand_in.so");
+        for name in ["libcuda.so", "libcuda.so.1"] {
+            std::os::unix::fs::symlink(&library, folder.path().join(name)).expect("a link");
+        }
+        folder
+    }
+
+    /// GPU memory on these ends, staged, with copies that are late.
+    fn staged(name: &str, ends: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) {
+        let cuda = cuda();
+        let path = cuda.path().to_str().expect("a path of text");
+        let own = [("LD_LIBRARY_PATH", path), ("CUDA_STAND_IN_DELAY", "300"), ("NCCL_NET_RDMA_GPU_PATH", "staging")];
+        play(name, fabric, &[&own[..], settings].concat(), &[&["--gpu", ends], arguments].concat());
+    }
+
+    #[test]
+    fn staged_on_both_ends() {
+        staged("staged", "both", None, &[], &["--quick", "--procs", "3"]);
+    }
+
+    /// One end in host memory; that which is staged goes in several portions from either.
+    #[test]
+    fn staged_on_one_end() {
+        let small = [("NCCL_NET_RDMA_STAGING_CHUNK", "8192")];
+        staged("staged at the sender", "send", None, &small, &["--quick", "--procs", "2", "--abi", "v8"]);
+        staged("staged at the receiver", "recv", None, &small, &["--quick", "--procs", "2"]);
+    }
+
+    #[test]
+    fn staged_over_two_rails_of_four_qps() {
+        let settings = [
+            ("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "4"),
+            ("NCCL_NET_RDMA_STAGING_CHUNK", "4096"),
+        ];
+        let fabric = short(&fabric(8, 2, "Ethernet"), &[1 << 20, 300_001]);
+        staged("staged, two rails", "both", Some(fabric), &settings, &["--procs", "2", "--quick"]);
+    }
+
     /// A fabric of `hosts` hosts named as the driver names them (h0, h1, ...), each with `rails` ports.
     fn fabric(hosts: usize, rails: usize, link_layer: &str) -> String {
         use std::fmt::Write as _;
