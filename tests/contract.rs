@@ -4,6 +4,9 @@
 //! Needs `dist/`: `ci/build` makes it, and `ci/test` runs that first.
 
 #[cfg(test)]
+mod cuda;
+
+#[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
     use std::process::Command;
@@ -18,46 +21,13 @@ mod tests {
         file
     }
 
-    /// A folder with the stand-in for the CUDA driver, built beside this test.
-    fn cuda() -> tempfile::TempDir {
-        let own = std::env::current_exe().expect("own path");
-        let profile_dir = own.parent().and_then(Path::parent).expect("deps, and the profile");
-        let profile = match profile_dir.file_name().and_then(|n| n.to_str()).expect("name") {
-            "debug" => "dev",
-            other => other,
-        };
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let built = Command::new(cargo)
-            .args([
-                "build",
-                "--quiet",
-                "--locked",
-                "-p",
-                "nccl-net-rdma",
-                "--example",
-                "cuda_stand_in",
-                "--profile",
-                profile,
-            ])
-            .arg("--target-dir")
-            .arg(profile_dir.parent().expect("target"))
-            .current_dir(root())
-            .status()
-            .expect("cargo");
-        assert!(built.success());
-        let folder = tempfile::tempdir().expect("a directory");
-        let library = profile_dir.join("examples/libcuda_stand_in.so");
-        for name in ["libcuda.so", "libcuda.so.1"] {
-            std::os::unix::fs::symlink(&library, folder.path().join(name)).expect("a link");
-        }
-        folder
-    }
-
     /// GPU memory on these ends, staged, with copies that are late.
     fn staged(name: &str, ends: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) {
-        let cuda = cuda();
-        let path = cuda.path().to_str().expect("a path of text");
-        let own = [("LD_LIBRARY_PATH", path), ("CUDA_STAND_IN_DELAY", "300"), ("NCCL_NET_RDMA_GPU_PATH", "staging")];
+        let own = [
+            ("LD_LIBRARY_PATH", crate::cuda::folder()),
+            ("CUDA_STAND_IN_DELAY", "300"),
+            ("NCCL_NET_RDMA_GPU_PATH", "staging"),
+        ];
         play(name, fabric, &[&own[..], settings].concat(), &[&["--gpu", ends], arguments].concat());
     }
 

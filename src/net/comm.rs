@@ -582,7 +582,9 @@ impl RecvComm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Memory;
     use crate::net::tests::{Lines, connection, engine, until};
+    use crate::verbs::Access;
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.

@@ -8,7 +8,7 @@
 //!
 //! | variable | |
 //! |---|---|
-//! | `CUDA_STAND_IN_DELAY` | longest rest before a copy, in µs; each is drawn |
+//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it |
 //! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED` |
 #![allow(non_snake_case, reason = "the driver's names")]
 
@@ -125,7 +125,7 @@ fn start(context: usize) -> Stream {
             match item {
                 Work::Copy { to, from, length } => {
                     if delay > 0 {
-                        std::thread::sleep(Duration::from_micros(next(&mut random) % delay));
+                        std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
                     }
                     let (from, to) = (from as *const u8, to as *mut u8);
                     // SAFETY: both ranges were looked up, and stay as the driver's rules say.
@@ -201,6 +201,15 @@ pub unsafe extern "C" fn stand_in_alloc(length: usize, vmm: c_int) -> u64 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stand_in_view(address: u64) -> *mut u8 {
     find(&state().device, address, 1).map_or(0, |(range, offset)| range.view + offset) as *mut u8
+}
+
+/// Bytes of host memory that are pinned.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_pinned() -> u64 {
+    state().pinned.values().map(|range| range.length).sum()
 }
 
 macro_rules! driver {
