@@ -183,12 +183,24 @@ pub(crate) trait Region: fmt::Debug + Sync {
     }
 }
 
-/// Page-aligned host memory that stays mapped for the life of the process, so that a plugin which still writes to it
-/// after a close cannot corrupt the command itself.
+/// Page-aligned memory that stays mapped for the life of the process, so that a plugin which still writes to it after a
+/// close cannot corrupt the command itself.
 #[derive(Debug)]
 pub(crate) struct Buffer {
+    /// Where this command reads and writes it.
     base: *mut u8,
     len: usize,
+    /// Its address on the GPU, if it is there.
+    gpu: Option<u64>,
+}
+
+/// Where a buffer is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Place {
+    #[default]
+    Host,
+    /// GPU memory of the stand-in for the CUDA driver, the only one that lets a CPU look into it.
+    Gpu,
 }
 
 // SAFETY: the memory is owned by this value and lives for ever; access through &self reads, through &mut self writes.
@@ -206,7 +218,40 @@ impl Buffer {
         if base == libc::MAP_FAILED {
             bail!("no memory for a buffer of {len} bytes: {}", std::io::Error::last_os_error());
         }
-        Ok(Self { base: base.cast(), len })
+        Ok(Self { base: base.cast(), len, gpu: None })
+    }
+
+    pub(crate) fn at_place(place: Place, len: usize) -> anyhow::Result<Self> {
+        match place {
+            Place::Host => Self::new(len),
+            Place::Gpu => Self::on_gpu(len),
+        }
+    }
+
+    fn on_gpu(len: usize) -> anyhow::Result<Self> {
+        let len = len.max(1).next_multiple_of(4096);
+        // SAFETY: a library without initializers of its own; it stays.
+        let driver = unsafe { libloading::Library::new("libcuda.so.1") }.context("libcuda.so.1")?;
+        let driver: &'static libloading::Library = Box::leak(Box::new(driver));
+        let missing = "the CUDA driver is not the stand-in of the tests, whose GPU memory can be looked into";
+        // SAFETY: the stand-in's signature.
+        let alloc = unsafe { driver.get::<unsafe extern "C" fn(usize, c_int) -> u64>(b"stand_in_alloc\0") };
+        // SAFETY: as above.
+        let view = unsafe { driver.get::<unsafe extern "C" fn(u64) -> *mut u8>(b"stand_in_view\0") };
+        let (alloc, view) = (alloc.context(missing)?, view.context(missing)?);
+        // SAFETY: asks for nothing but memory.
+        let gpu = unsafe { alloc(len, 1) };
+        // SAFETY: of the address that it gave.
+        let base = unsafe { view(gpu) };
+        if gpu == 0 || base.is_null() {
+            bail!("no GPU memory for a buffer of {len} bytes");
+        }
+        Ok(Self { base, len, gpu: Some(gpu) })
+    }
+
+    /// NCCL's kind of it.
+    fn kind(&self) -> c_int {
+        if self.gpu.is_some() { PTR_CUDA } else { PTR_HOST }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -234,7 +279,7 @@ impl Buffer {
 
 impl Region for Buffer {
     fn base(&self) -> *mut u8 {
-        self.base
+        self.gpu.map_or(self.base, |gpu| ptr::with_exposed_provenance_mut(usize::try_from(gpu).unwrap_or(0)))
     }
 
     fn len(&self) -> usize {
@@ -819,7 +864,7 @@ impl Plugin {
         buffer: &Buffer,
         range: Range<usize>,
     ) -> Result<Memory, Fault> {
-        self.reg_as(comm.into(), buffer, &range, PTR_HOST)
+        self.reg_as(comm.into(), buffer, &range, buffer.kind())
     }
 
     /// Registers GPU memory by its address.

@@ -105,6 +105,14 @@ enum Command {
     Rank { seat: String },
 }
 
+/// Ends of a connection whose buffers are in GPU memory.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum GpuEnds {
+    Send,
+    Recv,
+    Both,
+}
+
 #[derive(Debug, Args)]
 struct ContractArgs {
     #[command(flatten)]
@@ -133,6 +141,9 @@ struct ContractArgs {
     /// Fewer rounds, nothing above 1 MiB but one message of 16 MiB
     #[arg(long)]
     quick: bool,
+    /// What is in GPU memory: of a CUDA driver that lets the CPU look into it, which is the tests' stand-in
+    #[arg(long, value_enum, value_name = "ENDS")]
+    gpu: Option<GpuEnds>,
     /// Let a software adapter see all processes as one host (otherwise SOFT_HCA_HOST is set to h0, h1, ...)
     #[arg(long)]
     same_host: bool,
@@ -169,6 +180,12 @@ impl ContractArgs {
             groups: usize::from(self.groups),
             seed: self.seed,
             quick: self.quick,
+            memory: match self.gpu {
+                None => [abi::Place::Host; 2],
+                Some(GpuEnds::Send) => [abi::Place::Gpu, abi::Place::Host],
+                Some(GpuEnds::Recv) => [abi::Place::Host, abi::Place::Gpu],
+                Some(GpuEnds::Both) => [abi::Place::Gpu; 2],
+            },
             same_host: self.same_host,
             time_limit: Duration::from_secs(self.time_limit),
             error_bound: Duration::from_secs(self.error_bound),

@@ -146,14 +146,14 @@ impl fmt::Display for Choice {
 
 /// What was chosen for one NIC and each GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Paths {
+pub struct Choices {
     /// What NCCL is told, which asks once for all GPUs.
     nic: Choice,
     /// By bus id.
     gpus: Vec<(String, Choice)>,
 }
 
-impl Paths {
+impl Choices {
     /// `unknown` is for a GPU that is not among `gpus`.
     pub fn new(unknown: Choice, gpus: Vec<(String, Choice)>) -> Self {
         let Some((_, offering)) = gpus.iter().find(|(_, c)| c.gpu_memory) else {
@@ -274,15 +274,16 @@ mod tests {
     fn a_nic_offers_what_any_gpu_takes() {
         let unknown = || Choice::of(GpuPath::Auto, true);
         let (direct, host) = (Choice::direct("near".into()), Choice::host("far".into()));
-        let paths = Paths::new(unknown(), vec![("0000:1b:00.0".into(), host.clone()), ("0000:c1:00.0".into(), direct)]);
+        let paths =
+            Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone()), ("0000:c1:00.0".into(), direct)]);
         assert!(paths.nic().gpu_memory);
         assert_eq!(paths.gpu("0000:C1:00.0").rule, "near");
         let other = paths.gpu("0000:1B:00.0");
         assert!(other.gpu_memory && other.gdr && other.rule == "far; but this NIC takes GPU memory, for another GPU");
         assert_eq!(paths.gpu("0000:ff:00.0"), paths.nic());
-        let none = Paths::new(unknown(), vec![("0000:1b:00.0".into(), host.clone())]);
+        let none = Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone())]);
         assert_eq!((none.nic(), none.gpu("0000:1b:00.0")), (&host, &host));
-        assert!(Paths::new(unknown(), Vec::new()).nic().gdr);
+        assert!(Choices::new(unknown(), Vec::new()).nic().gdr);
     }
 
     #[test]

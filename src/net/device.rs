@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::memory::Registrar;
-use crate::memory::path::Paths;
+use crate::memory::path::Choices;
 use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::function::Function;
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
@@ -155,7 +155,7 @@ pub struct Device {
     /// Ways to GPU memory that all rails have.
     pub(super) gpu: GpuMemory,
     /// The way of GPU data between its first port's NIC and each GPU.
-    pub paths: Paths,
+    pub choices: Choices,
     survey: Arc<Survey>,
     pub(super) rails: Vec<Arc<Port>>,
 }
@@ -194,7 +194,7 @@ impl Device {
             rail: None,
             plane: None,
             parts: Vec::new(),
-            paths: survey.paths("", &gpu),
+            choices: survey.choices("", &gpu),
             gpu,
             survey: Arc::clone(survey),
             rails: Vec::new(),
@@ -230,7 +230,7 @@ impl Device {
             rail: same(parts.iter().map(|(_, d)| d.rail)),
             plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
             parts: parts.iter().map(|&(dev, _)| dev).collect(),
-            paths: first.survey.paths(&rails[0].name, &gpu),
+            choices: first.survey.choices(&rails[0].name, &gpu),
             gpu,
             survey: Arc::clone(&first.survey),
             rails,
@@ -585,7 +585,7 @@ fn form_devices(candidates: Vec<Candidate>, survey: &Arc<Survey>, config: &Confi
             rail: same(members.iter().map(|m| m.rail)),
             plane: plane_of(&members.iter().map(|m| m.plane).collect::<Vec<_>>()),
             parts: Vec::new(),
-            paths: survey.paths(&first.port.name, &gpu),
+            choices: survey.choices(&first.port.name, &gpu),
             gpu,
             survey: Arc::clone(survey),
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),

@@ -16,10 +16,11 @@ mod fusion;
 mod gpu;
 mod hello;
 mod listen;
+mod registration;
 mod stall;
 mod survey;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::ffi::{CStr, c_int};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -37,10 +38,11 @@ use connect::Connecting;
 use fusion::Devices;
 
 pub use crate::rendezvous::HANDLE_BYTES;
-pub use comm::{Buffers, Comm, MrHandle, Request, Tested};
+pub use comm::{Buffers, Comm, Request, Tested};
 pub use context::{Attributes, CommContext};
 pub use device::{Device, LeftOut, discover};
 pub use listen::Accepting;
+pub use registration::MrHandle;
 pub use survey::{Chosen, Shown, Survey};
 
 /// What NCCL_NET selects; no other plugin's name, so that a silent fallback shows.

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::Serialize;
 
 use crate::config::{Config, GpuPath};
-use crate::memory::path::{Choice, Known, Paths};
+use crate::memory::path::{Choice, Choices, Known};
 use crate::memory::profile::{self, Adapter, Profile};
 use crate::topology::report::{Finding, Nic, Pair, Report, Severity, Use};
 use crate::verbs::DeviceAttr;
@@ -82,20 +82,20 @@ impl Survey {
     }
 
     /// What is chosen for a device whose first NIC this is and that has these ways.
-    pub(super) fn paths(&self, nic: &str, gpu: &GpuMemory) -> Paths {
+    pub(super) fn choices(&self, nic: &str, gpu: &GpuMemory) -> Choices {
         self.choose(nic, &open(gpu))
     }
 
-    fn choose(&self, nic: &str, open: &[&'static str]) -> Paths {
+    fn choose(&self, nic: &str, open: &[&'static str]) -> Choices {
         let unknown = Choice::decide(self.wish, &Known { open, distance: None, profile: None });
-        let Some(found) = self.report.nic(nic) else { return Paths::new(unknown, Vec::new()) };
+        let Some(found) = self.report.nic(nic) else { return Choices::new(unknown, Vec::new()) };
         let chosen = self.report.pairs_of(nic).map(|(pair, gpu)| {
             let profile = self.profile.as_ref().and_then(|(file, profile)| {
                 Some((file.as_path(), profile.pair(&found.model, &gpu.name, pair.distance)?))
             });
             (gpu.bus_id.clone(), Choice::decide(self.wish, &Known { open, distance: Some(pair.distance), profile }))
         });
-        Paths::new(unknown, chosen.collect())
+        Choices::new(unknown, chosen.collect())
     }
 
     fn of_pair(&self, pair: &Pair) -> Choice {
