@@ -4,6 +4,9 @@
 //! Needs `dist/`: `ci/build` makes it, and `ci/test` runs that first.
 
 #[cfg(test)]
+mod cuda;
+
+#[cfg(test)]
 mod tests {
     use std::path::{Path, PathBuf};
     use std::process::Command;
@@ -16,6 +19,40 @@ mod tests {
         let file = root().join("dist").join(path);
         assert!(file.exists(), "{} is missing: run ci/build first", file.display());
         file
+    }
+
+    /// GPU memory on these ends, staged, with copies that are late.
+    fn staged(name: &str, ends: &str, fabric: Option<String>, settings: &[(&str, &str)], arguments: &[&str]) {
+        let own = [
+            ("LD_LIBRARY_PATH", crate::cuda::folder()),
+            ("CUDA_STAND_IN_DELAY", "300"),
+            ("NCCL_NET_RDMA_GPU_PATH", "staging"),
+        ];
+        play(name, fabric, &[&own[..], settings].concat(), &[&["--gpu", ends], arguments].concat());
+    }
+
+    #[test]
+    fn staged_on_both_ends() {
+        staged("staged", "both", None, &[], &["--quick", "--procs", "3"]);
+    }
+
+    /// One end in host memory; that which is staged goes in several portions from either.
+    #[test]
+    fn staged_on_one_end() {
+        let small = [("NCCL_NET_RDMA_STAGING_CHUNK", "8192")];
+        staged("staged at the sender", "send", None, &small, &["--quick", "--procs", "2", "--abi", "v8"]);
+        staged("staged at the receiver", "recv", None, &small, &["--quick", "--procs", "2"]);
+    }
+
+    #[test]
+    fn staged_over_two_rails_of_four_qps() {
+        let settings = [
+            ("NCCL_NET_RDMA_RAILS", "soft_0+soft_1"),
+            ("NCCL_IB_QPS_PER_CONNECTION", "4"),
+            ("NCCL_NET_RDMA_STAGING_CHUNK", "4096"),
+        ];
+        let fabric = short(&fabric(8, 2, "Ethernet"), &[1 << 20, 300_001]);
+        staged("staged, two rails", "both", Some(fabric), &settings, &["--procs", "2", "--quick"]);
     }
 
     /// A fabric of `hosts` hosts named as the driver names them (h0, h1, ...), each with `rails` ports.

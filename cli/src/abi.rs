@@ -9,6 +9,7 @@ mod table;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
 use std::fmt;
 use std::ops::Range;
+use std::os::fd::{AsRawFd as _, BorrowedFd};
 use std::path::{Path, PathBuf};
 use std::ptr;
 use std::sync::Mutex;
@@ -171,12 +172,36 @@ impl Handle {
     }
 }
 
-/// Page-aligned host memory that stays mapped for the life of the process, so that a plugin which still writes to it
-/// after a close cannot corrupt the command itself.
+/// Memory that messages come from and go to: the host's or a GPU's.
+pub(crate) trait Region: fmt::Debug + Sync {
+    fn base(&self) -> *mut u8;
+    fn len(&self) -> usize;
+
+    fn at(&self, range: &Range<usize>) -> *mut c_void {
+        let len = self.len();
+        assert!(range.start <= range.end && range.end <= len, "{range:?} is outside a region of {len}");
+        self.base().wrapping_add(range.start).cast()
+    }
+}
+
+/// Page-aligned memory that stays mapped for the life of the process, so that a plugin which still writes to it after a
+/// close cannot corrupt the command itself.
 #[derive(Debug)]
 pub(crate) struct Buffer {
+    /// Where this command reads and writes it.
     base: *mut u8,
     len: usize,
+    /// Its address on the GPU, if it is there.
+    gpu: Option<u64>,
+}
+
+/// Where a buffer is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub(crate) enum Place {
+    #[default]
+    Host,
+    /// GPU memory of the stand-in for the CUDA driver, the only one that lets a CPU look into it.
+    Gpu,
 }
 
 // SAFETY: the memory is owned by this value and lives for ever; access through &self reads, through &mut self writes.
@@ -194,7 +219,40 @@ impl Buffer {
         if base == libc::MAP_FAILED {
             bail!("no memory for a buffer of {len} bytes: {}", std::io::Error::last_os_error());
         }
-        Ok(Self { base: base.cast(), len })
+        Ok(Self { base: base.cast(), len, gpu: None })
+    }
+
+    pub(crate) fn at_place(place: Place, len: usize) -> anyhow::Result<Self> {
+        match place {
+            Place::Host => Self::new(len),
+            Place::Gpu => Self::on_gpu(len),
+        }
+    }
+
+    fn on_gpu(len: usize) -> anyhow::Result<Self> {
+        let len = len.max(1).next_multiple_of(4096);
+        // SAFETY: a library without initializers of its own; it stays.
+        let driver = unsafe { libloading::Library::new("libcuda.so.1") }.context("libcuda.so.1")?;
+        let driver: &'static libloading::Library = Box::leak(Box::new(driver));
+        let missing = "the CUDA driver is not the stand-in of the tests, whose GPU memory can be looked into";
+        // SAFETY: the stand-in's signature.
+        let alloc = unsafe { driver.get::<unsafe extern "C" fn(usize, c_int) -> u64>(b"stand_in_alloc\0") };
+        // SAFETY: as above.
+        let view = unsafe { driver.get::<unsafe extern "C" fn(u64) -> *mut u8>(b"stand_in_view\0") };
+        let (alloc, view) = (alloc.context(missing)?, view.context(missing)?);
+        // SAFETY: asks for nothing but memory.
+        let gpu = unsafe { alloc(len, 1) };
+        // SAFETY: of the address that it gave.
+        let base = unsafe { view(gpu) };
+        if gpu == 0 || base.is_null() {
+            bail!("no GPU memory for a buffer of {len} bytes");
+        }
+        Ok(Self { base, len, gpu: Some(gpu) })
+    }
+
+    /// NCCL's kind of it.
+    fn kind(&self) -> c_int {
+        if self.gpu.is_some() { PTR_CUDA } else { PTR_HOST }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -218,17 +276,22 @@ impl Buffer {
         // SAFETY: aligned and inside the mapping; devices and other threads write it atomically or not at all.
         unsafe { AtomicU64::from_ptr(address) }.load(Ordering::Acquire)
     }
+}
 
-    fn at(&self, range: &Range<usize>) -> *mut c_void {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} is outside a buffer of {}", self.len);
-        self.base.wrapping_add(range.start).cast()
+impl Region for Buffer {
+    fn base(&self) -> *mut u8 {
+        self.gpu.map_or(self.base, |gpu| ptr::with_exposed_provenance_mut(usize::try_from(gpu).unwrap_or(0)))
+    }
+
+    fn len(&self) -> usize {
+        self.len
     }
 }
 
 /// One buffer of a receive.
 #[derive(Clone, Debug)]
 pub(crate) struct Slot<'a> {
-    pub buffer: &'a Buffer,
+    pub buffer: &'a dyn Region,
     pub range: Range<usize>,
     pub tag: c_int,
     pub memory: Memory,
@@ -797,21 +860,50 @@ impl Plugin {
         buffer: &Buffer,
         range: Range<usize>,
     ) -> Result<Memory, Fault> {
+        self.reg_as(comm.into(), buffer, &range, buffer.kind())
+    }
+
+    /// Registers GPU memory by its address.
+    pub(crate) fn reg_gpu(
+        &self,
+        comm: impl Into<AnyComm>,
+        memory: &dyn Region,
+        range: Range<usize>,
+    ) -> Result<Memory, Fault> {
+        self.reg_as(comm.into(), memory, &range, PTR_CUDA)
+    }
+
+    fn reg_as(&self, comm: AnyComm, region: &dyn Region, range: &Range<usize>, kind: c_int) -> Result<Memory, Fault> {
         let reg_mr = entry!(self.reg_mr.get());
-        let (comm, mut memory) = (comm.into().0, ptr::null_mut());
-        let data = buffer.at(&range);
+        let mut memory = ptr::null_mut();
+        let data = region.at(range);
         let code = if self.version < Version::V8 {
             // SAFETY: the member of these versions.
             let reg_mr = unsafe { reg_mr.v6 };
-            // SAFETY: an open comm; the range is mapped memory that is never unmapped.
-            unsafe { reg_mr(comm, data, int(range.len()), PTR_HOST, &raw mut memory) }
+            // SAFETY: an open comm; the region outlives its registration.
+            unsafe { reg_mr(comm.0, data, int(range.len()), kind, &raw mut memory) }
         } else {
             // SAFETY: the member of these versions.
             let reg_mr = unsafe { reg_mr.v8 };
             // SAFETY: as above.
-            unsafe { reg_mr(comm, data, range.len(), PTR_HOST, &raw mut memory) }
+            unsafe { reg_mr(comm.0, data, range.len(), kind, &raw mut memory) }
         };
         checked("regMr", code)?;
+        Ok(Memory(memory))
+    }
+
+    /// Registers GPU memory, all of it, by a descriptor that begins where it begins.
+    pub(crate) fn reg_dmabuf(
+        &self,
+        comm: impl Into<AnyComm>,
+        region: &dyn Region,
+        descriptor: BorrowedFd<'_>,
+    ) -> Result<Memory, Fault> {
+        let reg = entry!(self.reg_mr_dma_buf);
+        let (comm, mut memory) = (comm.into().0, ptr::null_mut());
+        let (data, bytes, fd) = (region.at(&(0..region.len())), region.len(), descriptor.as_raw_fd());
+        // SAFETY: an open comm; the region outlives its registration; an open descriptor of it.
+        checked("regMrDmaBuf", unsafe { reg(comm, data, bytes, PTR_CUDA, 0, fd, &raw mut memory) })?;
         Ok(Memory(memory))
     }
 
@@ -833,7 +925,7 @@ impl Plugin {
     pub(crate) fn isend(
         &self,
         comm: SendComm,
-        buffer: &Buffer,
+        buffer: &dyn Region,
         range: Range<usize>,
         tag: c_int,
         memory: Memory,

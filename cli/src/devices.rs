@@ -4,6 +4,8 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use comfy_table::{Table, presets};
+use nccl_net_rdma::config::Config;
+use nccl_net_rdma::net;
 
 use crate::abi::{self, LogLine, Plugin, Properties};
 
@@ -13,6 +15,8 @@ struct Report<'a> {
     network: &'a str,
     devices: &'a [Properties],
     log: &'a [LogLine],
+    /// NICs, GPUs and the ways between them. To read it takes no plugin: the plugin's words have the same for people.
+    machine: net::Shown<'a>,
 }
 
 /// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
@@ -27,7 +31,9 @@ pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
     let log: Vec<_> = abi::take_log().into_iter().filter(|line| line.level <= abi::LOG_INFO).collect();
 
     if json {
-        let report = Report { plugin: path, network: plugin.name(), devices: &devices, log: &log };
+        let found = net::discover(&Config::from_process().0);
+        let machine = found.survey.shown();
+        let report = Report { plugin: path, network: plugin.name(), devices: &devices, log: &log, machine };
         println!("{}", serde_json::to_string_pretty(&report)?);
     } else {
         let (name, version) = (plugin.name(), plugin.version().number());

@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 use std::path::Path;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +13,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail};
 use cudarc::driver::sys::{self as cuda, CUresult};
+
+use crate::abi::Region;
 
 /// What `--nccl` is tried as when it is not given.
 const NCCL_NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
@@ -98,6 +101,33 @@ impl Gpu {
         Ok(CStr::from_bytes_until_nul(&id)?.to_string_lossy().to_lowercase())
     }
 
+    /// Whether the driver hands out descriptors of GPU memory (dma-bufs).
+    pub(crate) fn has_dmabuf(index: i32) -> anyhow::Result<bool> {
+        Self::attribute(index, cuda::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED).map(|has| has == 1)
+    }
+
+    /// Major and minor number.
+    pub(crate) fn compute_capability(index: i32) -> anyhow::Result<(c_int, c_int)> {
+        use cuda::CUdevice_attribute::{
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR as MAJOR,
+            CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR as MINOR,
+        };
+        Ok((Self::attribute(index, MAJOR)?, Self::attribute(index, MINOR)?))
+    }
+
+    /// Whether NCCL flushes what this GPU receives: it does before Hopper.
+    pub(crate) fn needs_flush(index: i32) -> anyhow::Result<bool> {
+        Self::compute_capability(index).map(|(major, _)| major < 9)
+    }
+
+    fn attribute(index: i32, attribute: cuda::CUdevice_attribute) -> anyhow::Result<c_int> {
+        let device = Self::device(index)?;
+        let mut value = 0;
+        // SAFETY: a device of this driver; one int to write.
+        let result = unsafe { cuda::cuDeviceGetAttribute(&raw mut value, attribute, device) };
+        cu("cuDeviceGetAttribute", result).map(|()| value)
+    }
+
     pub(crate) fn upload<'a>(&self, to: impl Into<Place<'a>>, from: &[u8]) -> anyhow::Result<()> {
         let to = to.into().address(from.len());
         // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
@@ -176,6 +206,31 @@ impl Gpu {
         cu("cuLaunchKernel", result)
     }
 
+    /// What `body` queues on the stream, as a graph instead of being done.
+    pub(crate) fn capture(&self, body: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<Graph> {
+        let mode = cuda::CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: a stream of the current context that captures nothing yet.
+        cu("cuStreamBeginCapture", unsafe { cuda::cuStreamBeginCapture_v2(self.stream, mode) })?;
+        let queued = body();
+        let mut graph = ptr::null_mut();
+        // SAFETY: ends what was begun above, on the same thread; one pointer to write.
+        let ended = cu("cuStreamEndCapture", unsafe { cuda::cuStreamEndCapture(self.stream, &raw mut graph) });
+        queued.and(ended)?;
+        let mut runnable = ptr::null_mut();
+        // SAFETY: the graph of the capture; one pointer to write.
+        let made = unsafe { cuda::cuGraphInstantiateWithFlags(&raw mut runnable, graph, 0) };
+        // SAFETY: not used again; what was made of it stands for itself.
+        let destroyed = cu("cuGraphDestroy", unsafe { cuda::cuGraphDestroy(graph) });
+        cu("cuGraphInstantiate", made).and(destroyed)?;
+        Ok(Graph(runnable))
+    }
+
+    /// Queues a graph.
+    pub(crate) fn replay(&self, graph: &Graph) -> anyhow::Result<()> {
+        // SAFETY: a live graph; the memory in it lives until the stream has been waited for.
+        cu("cuGraphLaunch", unsafe { cuda::cuGraphLaunch(graph.0, self.stream) })
+    }
+
     /// Waits for the stream, but not for ever.
     pub(crate) fn wait(&self, patience: Duration) -> anyhow::Result<()> {
         let deadline = Instant::now() + patience;
@@ -198,6 +253,17 @@ impl Gpu {
     }
 }
 
+/// Operations that can be queued again and again.
+#[derive(Debug)]
+pub(crate) struct Graph(cuda::CUgraphExec);
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: every launch of it has been waited for. A failure leaks, no more.
+        let _ = unsafe { cuda::cuGraphExecDestroy(self.0) };
+    }
+}
+
 /// GPU memory.
 #[derive(Debug)]
 pub(crate) struct DeviceMemory {
@@ -208,6 +274,30 @@ pub(crate) struct DeviceMemory {
 impl DeviceMemory {
     pub(crate) fn address(&self) -> u64 {
         self.address
+    }
+}
+
+impl DeviceMemory {
+    /// A descriptor of all of it; it begins and ends at pages.
+    pub(crate) fn export(&self) -> anyhow::Result<OwnedFd> {
+        let mut fd: c_int = -1;
+        let kind = cuda::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        let place = (&raw mut fd).cast();
+        // SAFETY: a live allocation; one descriptor to write.
+        let result = unsafe { cuda::cuMemGetHandleForAddressRange(place, self.address, self.bytes, kind, 0) };
+        cu("cuMemGetHandleForAddressRange", result)?;
+        // SAFETY: made by the line above, for its caller to close.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+}
+
+impl Region for DeviceMemory {
+    fn base(&self) -> *mut u8 {
+        ptr::with_exposed_provenance_mut(usize::try_from(self.address).unwrap_or(0))
+    }
+
+    fn len(&self) -> usize {
+        self.bytes
     }
 }
 
@@ -371,6 +461,9 @@ pub(crate) struct Nccl {
     async_error: unsafe extern "C" fn(Comm, *mut c_int) -> c_int,
     abort: unsafe extern "C" fn(Comm) -> c_int,
     destroy: unsafe extern "C" fn(Comm) -> c_int,
+    /// From NCCL 2.19 on.
+    register: Option<unsafe extern "C" fn(Comm, Take, usize, *mut Take) -> c_int>,
+    deregister: Option<unsafe extern "C" fn(Comm, Take) -> c_int>,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
@@ -416,6 +509,8 @@ impl Nccl {
             async_error: symbol(&library, c"ncclCommGetAsyncError")?,
             abort: symbol(&library, c"ncclCommAbort")?,
             destroy: symbol(&library, c"ncclCommDestroy")?,
+            register: symbol(&library, c"ncclCommRegister").ok(),
+            deregister: symbol(&library, c"ncclCommDeregister").ok(),
             error_string: symbol(&library, c"ncclGetErrorString")?,
         })
     }
@@ -460,6 +555,10 @@ impl Nccl {
         Ok(Communicator { nccl: self, comm })
     }
 }
+
+/// A user's buffer that a communicator knows.
+#[derive(Debug)]
+pub(crate) struct UserBuffer(Take);
 
 /// A rank's communicator; aborted unless it is destroyed in peace.
 #[derive(Debug)]
@@ -574,6 +673,23 @@ impl Communicator<'_> {
         // SAFETY: as above.
         let ended = self.nccl.check("ncclGroupEnd", unsafe { (self.nccl.group_end)() });
         queued.and(ended)
+    }
+
+    /// Makes memory known to the communicator, until it is given back.
+    pub(crate) fn register(&self, memory: &DeviceMemory) -> anyhow::Result<UserBuffer> {
+        let register = self.nccl.register.context("this NCCL has no ncclCommRegister (2.19 and newer have)")?;
+        let place = Place::from(memory).pointer(memory.bytes);
+        let mut handle = ptr::null_mut();
+        // SAFETY: a live communicator; live device memory; one pointer to write.
+        let code = unsafe { register(self.comm, place, memory.bytes, &raw mut handle) };
+        self.nccl.check("ncclCommRegister", code)?;
+        Ok(UserBuffer(handle))
+    }
+
+    pub(crate) fn deregister(&self, buffer: UserBuffer) -> anyhow::Result<()> {
+        let deregister = self.nccl.deregister.context("this NCCL has no ncclCommDeregister")?;
+        // SAFETY: a live communicator, and what it gave for a buffer, once.
+        self.nccl.check("ncclCommDeregister", unsafe { deregister(self.comm, buffer.0) })
     }
 
     /// Waits for the stream; an error of NCCL or too long a wait ends it.

@@ -2,6 +2,7 @@
 
 mod abi;
 mod adapter;
+mod bench;
 mod contract;
 mod cost;
 mod devices;
@@ -84,7 +85,10 @@ enum Command {
     Demo(DemoArgs),
     /// Latency and bandwidth between two processes through the plugin
     Perf(PerfArgs),
-    /// Be the second host of a contract, demo or perf that was started with --meet, until it ends
+    /// What the ways of GPU data cost on this machine (exit status 3: no GPU here)
+    #[command(subcommand)]
+    Bench(bench::Command),
+    /// Be the second host of a contract, demo, perf or bench that was started with --meet, until it ends
     Join { address: String },
     /// NCCL itself on GPUs through a network, every element checked (exit status 3: no GPU or no NCCL here; 4: NCCL
     /// can't do what was asked for)
@@ -99,6 +103,14 @@ enum Command {
     /// One process of another subcommand
     #[command(hide = true)]
     Rank { seat: String },
+}
+
+/// Ends of a connection whose buffers are in GPU memory.
+#[derive(Clone, Copy, Debug, clap::ValueEnum)]
+enum GpuEnds {
+    Send,
+    Recv,
+    Both,
 }
 
 #[derive(Debug, Args)]
@@ -129,6 +141,9 @@ struct ContractArgs {
     /// Fewer rounds, nothing above 1 MiB but one message of 16 MiB
     #[arg(long)]
     quick: bool,
+    /// What is in GPU memory: of a CUDA driver that lets the CPU look into it, which is the tests' stand-in
+    #[arg(long, value_enum, value_name = "ENDS")]
+    gpu: Option<GpuEnds>,
     /// Let a software adapter see all processes as one host (otherwise SOFT_HCA_HOST is set to h0, h1, ...)
     #[arg(long)]
     same_host: bool,
@@ -165,6 +180,12 @@ impl ContractArgs {
             groups: usize::from(self.groups),
             seed: self.seed,
             quick: self.quick,
+            memory: match self.gpu {
+                None => [abi::Place::Host; 2],
+                Some(GpuEnds::Send) => [abi::Place::Gpu, abi::Place::Host],
+                Some(GpuEnds::Recv) => [abi::Place::Host, abi::Place::Gpu],
+                Some(GpuEnds::Both) => [abi::Place::Gpu; 2],
+            },
             same_host: self.same_host,
             time_limit: Duration::from_secs(self.time_limit),
             error_bound: Duration::from_secs(self.error_bound),
@@ -266,6 +287,7 @@ fn main() -> ExitCode {
         Command::Contract(args) => args.run(),
         Command::Demo(args) => args.run(),
         Command::Perf(args) => args.run(),
+        Command::Bench(command) => command.run(),
         Command::Join { address } => hosts::join(&address),
         Command::NcclCheck(args) => nccl::check::run(&args),
         Command::NcclCompare(args) => nccl::compare::run(&args),
@@ -276,6 +298,7 @@ fn main() -> ExitCode {
                 Job::Contract(job) => contract::rank_main(job, seat, mail),
                 Job::Ring(job) => ring::rank_main(job, seat, mail),
                 Job::Perf(job) => perf::rank_main(job, seat, mail),
+                Job::Bench(job) => bench::measure::rank_main(job, seat, mail),
                 Job::NcclCheck(job) => nccl::check::rank_main(job, seat, mail),
                 Job::Tear(job) => tear::rank_main(job, mail),
                 Job::NcclCompare(job) => nccl::compare::rank_main(job, seat, mail),

@@ -78,7 +78,7 @@ fn proven(setting: &Setting, log_of: impl Fn(&str) -> PathBuf) -> anyhow::Result
         let file = log_of(&rank.to_string());
         let log = fs::read(&file).with_context(|| file.display().to_string())?;
         let log = String::from_utf8_lossy(&log).into_owned();
-        setting.proven(&log).with_context(|| file.display().to_string())?;
+        setting.proven(rank, &log).with_context(|| file.display().to_string())?;
         logs.push(log);
     }
     setting.placement.proven(&logs)

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use crate::abi::{Buffer, Memory, Plugin, Properties, RecvComm, SendComm, Slot, Version};
+use crate::abi::{Memory, Plugin, Properties, RecvComm, Region, Request, SendComm, Slot, Version};
 use crate::procs::Mailbox;
 use crate::wire::{self, Link};
 
@@ -18,9 +18,15 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Messages to send or to receive: their places in a registered buffer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch<'a> {
-    pub(crate) buffer: &'a Buffer,
+    pub(crate) buffer: &'a dyn Region,
     pub(crate) memory: Memory,
     pub(crate) ranges: &'a [Range<usize>],
+}
+
+impl<'a> Batch<'a> {
+    fn slot(&self, at: usize) -> Slot<'a> {
+        Slot { buffer: self.buffer, range: self.ranges[at].clone(), tag: 0, memory: self.memory }
+    }
 }
 
 /// A comm to one rank and a comm from one rank.
@@ -31,6 +37,15 @@ pub(crate) struct Pipe<'a> {
     pub(crate) recv: RecvComm,
     /// Requests in flight in each direction.
     pub(crate) depth: usize,
+    /// What is received is flushed, as NCCL does it with memory of GPUs that need it.
+    pub(crate) flush: bool,
+}
+
+/// A receive that is under way.
+#[derive(Clone, Copy, Debug)]
+enum Incoming {
+    Data(Request),
+    Flush(Request),
 }
 
 impl<'a> Pipe<'a> {
@@ -47,11 +62,21 @@ impl<'a> Pipe<'a> {
         let wires = wire::connect(plugin, mail, dev, &[Link::new(to, "pipe")], &[Link::new(from, "pipe")], deadline)?;
         mail.barrier(deadline)?;
         let (send, recv) = (wires.sends.first().copied(), wires.recvs.first().copied());
-        Ok(Self { plugin, send: send.context("no comm")?, recv: recv.context("no comm")?, depth })
+        Ok(Self { plugin, send: send.context("no comm")?, recv: recv.context("no comm")?, depth, flush: false })
     }
 
-    /// Sends and receives both batches at once.
+    /// Sends and receives both batches at once, and polls all the while.
     pub(crate) fn transfer(&self, sends: Option<Batch<'_>>, recvs: Option<Batch<'_>>) -> anyhow::Result<()> {
+        self.transfer_with(sends, recvs, yield_now)
+    }
+
+    /// The same, with something else to do whenever nothing has moved.
+    pub(crate) fn transfer_with(
+        &self,
+        sends: Option<Batch<'_>>,
+        recvs: Option<Batch<'_>>,
+        mut rest: impl FnMut(),
+    ) -> anyhow::Result<()> {
         let (mut sending, mut receiving) = (VecDeque::new(), VecDeque::new());
         let (mut sent, mut asked) = (0, 0);
         let all = |batch: Option<Batch<'_>>| batch.map_or(0, |b| b.ranges.len());
@@ -61,10 +86,8 @@ impl<'a> Pipe<'a> {
             let mut moved = false;
             if let Some(batch) = recvs {
                 while asked < batch.ranges.len() && receiving.len() < self.depth {
-                    let range = batch.ranges[asked].clone();
-                    let slot = Slot { buffer: batch.buffer, range, tag: 0, memory: batch.memory };
-                    let Some(request) = self.plugin.irecv(self.recv, &[slot])? else { break };
-                    receiving.push_back((request, batch.ranges[asked].len()));
+                    let Some(request) = self.plugin.irecv(self.recv, &[batch.slot(asked)])? else { break };
+                    receiving.push_back((Incoming::Data(request), asked));
                     asked += 1;
                     moved = true;
                 }
@@ -80,11 +103,26 @@ impl<'a> Pipe<'a> {
                     moved = true;
                 }
             }
-            while let Some(&(request, len)) = receiving.front() {
-                let Some(sizes) = self.plugin.test_recv(request, 1)? else { break };
-                ensure!(sizes[0] == len, "received {} bytes, not {len}", sizes[0]);
-                receiving.pop_front();
+            while let (Some((incoming, at)), Some(batch)) = (receiving.front_mut(), recvs) {
+                let flush = match *incoming {
+                    Incoming::Data(request) => {
+                        let Some(sizes) = self.plugin.test_recv(request, 1)? else { break };
+                        let slot = batch.slot(*at);
+                        ensure!(sizes[0] == slot.range.len(), "received {} bytes, not {}", sizes[0], slot.range.len());
+                        if self.flush { self.plugin.iflush(self.recv, &[slot], &sizes[..1])? } else { None }
+                    }
+                    Incoming::Flush(request) => {
+                        if !self.plugin.test_plain(request)? {
+                            break;
+                        }
+                        None
+                    }
+                };
                 moved = true;
+                match flush {
+                    Some(request) => *incoming = Incoming::Flush(request),
+                    None => drop(receiving.pop_front()),
+                }
             }
             while let Some(&request) = sending.front() {
                 if self.plugin.test_send(request)?.is_none() {
@@ -110,7 +148,7 @@ impl<'a> Pipe<'a> {
                     receiving.len()
                 );
             }
-            yield_now();
+            rest();
         }
         Ok(())
     }

@@ -19,7 +19,7 @@ use serde_json::Value;
 
 use crate::abi::{self, LogLine};
 use crate::hosts::Meeting;
-use crate::{contract, nccl, perf, ring, tear};
+use crate::{bench, contract, nccl, perf, ring, tear};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
@@ -37,6 +37,7 @@ pub(crate) enum Job {
     Contract(contract::Job),
     Ring(ring::Job),
     Perf(perf::Job),
+    Bench(bench::measure::Job),
     NcclCheck(nccl::check::Job),
     NcclCompare(nccl::compare::Job),
     Tear(tear::Job),
@@ -47,7 +48,7 @@ pub(crate) enum Job {
 pub(crate) struct Spec<'a> {
     pub ranks: usize,
     pub job: Job,
-    /// Environment of every rank.
+    /// Environment of every rank: `{rank}` and `{host}` are its numbers, of `{a|b}` ranks take one each in turn.
     pub env: Vec<(String, String)>,
     /// Leaves `SOFT_HCA_HOST` alone, so that the ranks are one host to a software adapter.
     pub same_host: bool,
@@ -131,7 +132,7 @@ impl Order {
         let mut env = spec.env.clone();
         let host = rank / spec.per_host.max(1);
         for (_, value) in &mut env {
-            *value = value.replace("{rank}", &rank.to_string()).replace("{host}", &host.to_string());
+            *value = turns(value, rank).replace("{rank}", &rank.to_string()).replace("{host}", &host.to_string());
         }
         if !spec.same_host {
             env.push(("SOFT_HCA_HOST".to_owned(), format!("h{host}")));
@@ -147,6 +148,18 @@ impl Order {
         command.envs(self.env.iter().map(|(name, value)| (name, value)));
         let child = command.spawn().with_context(|| format!("rank {} cannot be started", self.seat.rank))?;
         Ok((child, ours))
+    }
+}
+
+/// The rank's own of alternatives: of `{a|b}` even ranks take `a`, odd ones `b`.
+fn turns(value: &str, rank: usize) -> String {
+    let parts = value.split_once('{').and_then(|(before, rest)| Some((before, rest.split_once('}')?)));
+    match parts {
+        Some((before, (choices, after))) if choices.contains('|') => {
+            let choices: Vec<_> = choices.split('|').collect();
+            format!("{before}{}{after}", choices[rank % choices.len()])
+        }
+        _ => value.to_owned(),
     }
 }
 
@@ -445,6 +458,12 @@ mod tests {
         assert_eq!(failure(&outcomes).unwrap(), "rank 2: byte 3 is wrong");
         assert_eq!(failure(&outcomes[..2]).unwrap(), "rank 1: isend returned 6");
         assert!(failure(&outcomes[3..]).is_none());
+    }
+
+    #[test]
+    fn ranks_take_alternatives_in_turn() {
+        assert_eq!([0, 1, 2].map(|rank| turns("{staging|gdr}", rank)), ["staging", "gdr", "staging"]);
+        assert_eq!(turns("/logs/{rank}.log", 1), "/logs/{rank}.log");
     }
 
     #[test]

@@ -125,6 +125,39 @@ mod tests {
     }
 
     #[test]
+    fn bench_paths_measures_checks_and_plots() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().join("made/anew");
+        let args = ["bench", "paths", "--paths", "host", "--max", "4K", "--rounds", "2", "--budget", "1", "--out"];
+        let args = [&args[..], &[out.to_str().unwrap()]].concat();
+        let output = nccl_rdma("", &args);
+        let shown = text(&output);
+        assert!(output.status.success(), "{shown}");
+        assert!(shown.lines().filter(|line| line.starts_with("| ")).count() == 1 + 10, "{shown}");
+        assert!(shown.contains("prove that the tool works"), "its device is unknown to the kernel: {shown}");
+        assert!(shown.contains("no profile: "), "{shown}");
+        assert!(std::fs::read_to_string(out.join("paths.svg")).unwrap().contains("bandwidth (GB/s)"));
+        assert!(std::fs::read(out.join("paths.png")).unwrap().starts_with(b"\x89PNG"));
+        assert!(!out.join("profile.json").exists());
+
+        let output = nccl_rdma("spoil-byte", &args);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains(" bytes arrived wrong"), "{shown}");
+    }
+
+    #[test]
+    fn bench_paths_says_what_it_lacks() {
+        let output = nccl_rdma("", &["bench", "paths", "--paths", "host", "--out", "/proc/nowhere"]);
+        let shown = text(&output);
+        assert!(shown.contains("nothing can be written to /proc/nowhere"), "{shown}");
+        // Index 99: no GPU where there is a driver, too.
+        let output = nccl_rdma("", &["bench", "paths", "--device", "99"]);
+        let shown = text(&output);
+        assert_eq!(output.status.code(), Some(3), "{shown}");
+        assert!(shown.contains("--paths host measures host memory without one"), "{shown}");
+    }
+
+    #[test]
     fn perf_measures_both() {
         let output = nccl_rdma("", &["perf", "--sizes", "8,4K"]);
         assert!(output.status.success(), "{}", text(&output));

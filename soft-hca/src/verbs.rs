@@ -332,7 +332,8 @@ pub unsafe extern "C" fn query_device(context: *mut ffi::ibv_context, attr: *mut
             phys_port_cnt: u8::try_from(device.ports.len()).unwrap_or(u8::MAX),
             ..Default::default()
         };
-        put_str(&mut attr.fw_ver, env!("CARGO_PKG_VERSION"));
+        // Says what it is even where a fabric file gives it the numbers of a real NIC.
+        put_str(&mut attr.fw_ver, concat!("soft-hca ", env!("CARGO_PKG_VERSION")));
         Ok(())
     })
 }

@@ -227,6 +227,8 @@ settings! {
     peermem: PeerMemory = PeerMemory::Auto, "NCCL_NET_RDMA_PEERMEM", Any, "GPU memory by nvidia_peermem: auto: where /sys/kernel/mm/memory_peers has it; on: although that is hidden (a container, a software adapter); off";
     gpu_path: GpuPath = GpuPath::Auto, "NCCL_NET_RDMA_GPU_PATH", Any, "the way of GPU data: auto: the best there is, see NCCL_NET_RDMA_PROFILE; gdr: the NIC reads and writes GPU memory (GPUDirect RDMA); staging: the plugin copies through pinned host memory; host: NCCL's kernels write to and read from host memory";
     profile: Option<PathBuf> = None, "NCCL_NET_RDMA_PROFILE", Any, "file of `nccl-rdma bench paths`: what was measured for each path on this machine; auto follows it";
+    staging_chunk: u64 = 512 << 10, "NCCL_NET_RDMA_STAGING_CHUNK", Range(128, 1 << 30), "bytes that staging copies, and sends, at a time; a message has at most 16 such parts, so a large one has larger ones";
+    staging_max: u64 = 256 << 20, "NCCL_NET_RDMA_STAGING_MAX", Range(1, 0xffff_ffff), "bytes that one registration of GPU memory may have to be staged: as much host memory is pinned. NCCL does without registration of larger user buffers; its own are far smaller";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";

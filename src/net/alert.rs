@@ -9,8 +9,8 @@ use crate::rendezvous::ControlHandle;
 use crate::transfer::Owed;
 
 use super::NetError;
-use super::comm::MrHandle;
 use super::hello::kind;
+use super::registration::MrHandle;
 use super::stall::{Found, Vigil};
 
 const FAILED: u32 = 1;

@@ -6,22 +6,22 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::c_void;
-use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::memory::{Memory, Pages, Registration};
+use crate::memory::{Connected, Pages};
 use crate::transfer::{
-    Arrivals, Buffer, FLUSHES, Fault, Keys, MAX_GROUP, MAX_RAILS, Owed, Parent, Profiled, Profiler, QpSet,
-    RECV_REQUESTS, Receiver, RecvProgress, SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
+    Arrivals, Buffer, FLUSHES, Fault, MAX_GROUP, Owed, Parent, Profiled, Profiler, QpSet, RECV_REQUESTS, Receiver,
+    RecvProgress, SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
 };
-use crate::verbs::{Access, Mr};
+use crate::verbs::Mr;
 
 use super::alert::{Alert, Attention};
 use super::control::{self, News};
 use super::device::Port;
 use super::hello::{Bye, Who, kind};
+use super::registration::{MrHandle, Paths};
 use super::stall::Found;
 use super::{Code, NetError, fork};
 
@@ -54,6 +54,9 @@ pub(super) struct Base {
     pub(super) fenced: Mutex<bool>,
     /// Stopped because memory of hinted receives was given back: nothing went wrong.
     pub(super) retired: AtomicBool,
+    /// Counts the connection at each port's registrar.
+    pub(super) _connected: Vec<Connected>,
+    pub(super) paths: Paths,
 }
 
 /// The sending side. Fields are dropped in order: data path, QPs, ring.
@@ -84,26 +87,6 @@ pub struct RecvComm {
 unsafe impl Sync for Comm {}
 // SAFETY: everything inside may be used from another thread than the one that made it.
 unsafe impl Send for Comm {}
-
-/// What NCCL holds of a registration.
-#[derive(Debug)]
-pub struct MrHandle {
-    /// By rail; given up when NCCL gives the handle back, whoever still looks at the keys.
-    registrations: Mutex<Vec<Registration>>,
-    keys: Keys,
-}
-
-impl MrHandle {
-    /// Requests that use it now.
-    pub(super) fn in_flight(&self) -> u32 {
-        self.keys.in_flight()
-    }
-
-    /// Hinted receives into it that are done for NCCL, but that the peer has not counted.
-    fn hinted_in_flight(&self) -> u32 {
-        self.keys.hinted_in_flight()
-    }
-}
 
 /// The buffers of an irecv or iflush.
 #[derive(Debug)]
@@ -136,7 +119,7 @@ impl Buffers {
     /// Adds one of at most [`MAX_GROUP`].
     #[inline]
     pub fn push(&mut self, address: u64, size: u64, tag: u32, mr: &MrHandle) {
-        self.list[self.len].write(Buffer { address, size, tag, keys: NonNull::from(&mr.keys) });
+        self.list[self.len].write(Buffer { address, size, tag, keys: NonNull::from(mr.keys()) });
         self.len += 1;
     }
 
@@ -247,6 +230,14 @@ impl Base {
                 )
             }
             Fault::Verb(e) => NetError::new(Code::System, format!("{e}; connection to peer {}", self.peer)),
+            Fault::Copy(text) => NetError::new(
+                Code::System,
+                format!(
+                    "a copy between GPU and host memory failed: {text}; connection to peer {}; NCCL_NET_RDMA_GPU_PATH=host does \
+                     without",
+                    self.peer
+                ),
+            ),
             Fault::Protocol(text) => {
                 NetError::new(Code::Internal, format!("{text}; connection to peer {} on {}", self.peer, self.routes[0]))
             }
@@ -287,7 +278,7 @@ impl Base {
     }
 
     /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory.
-    fn fence(&self) {
+    pub(super) fn fence(&self) {
         // Whoever comes second waits for the first: memory may be freed after this returns.
         let mut fenced = self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *fenced, true)
@@ -297,26 +288,9 @@ impl Base {
         }
     }
 
-    /// Registers on every rail, or, where one refuses, on none; that is printed.
-    fn register(
-        &self,
-        flushed: bool,
-        one: impl Fn(&Port) -> Result<Registration, NetError>,
-    ) -> Result<Arc<MrHandle>, NetError> {
-        let mut registrations = Vec::with_capacity(self.ports.len());
-        let (mut lkeys, mut rkeys) = ([0; MAX_RAILS], [0; MAX_RAILS]);
-        for (rail, port) in self.ports.iter().enumerate() {
-            // What was registered on the rails before it goes with the list. NCCL tries again with every user buffer on every
-            // connection: the same refusal is told once.
-            let registration = one(port).inspect_err(|e| port.warn_once(e.text.clone()))?;
-            lkeys[rail] = registration.lkey();
-            rkeys[rail] = registration.rkey();
-            registrations.push(registration);
-        }
-        let keys = Keys::new(lkeys, rkeys, flushed);
-        let handle = Arc::new(MrHandle { registrations: Mutex::new(registrations), keys });
-        self.alert.remember(&handle);
-        Ok(handle)
+    /// The connection is over without a failure.
+    pub(super) fn retire(&self, over: NetError, print: impl FnOnce(&NetError)) {
+        self.retired.fetch_or(self.alert.fail(over, print), Ordering::AcqRel);
     }
 
     /// The end of a connection: last word, fence, and the control channel closes.
@@ -335,17 +309,15 @@ impl Base {
         if let Some(control) = control {
             control.close();
         }
+        // NCCL frees its memory next.
+        if let Err(why) = self.paths.settle() {
+            tracing::warn!(target: "init", "{why}; while closing the connection to peer {}", self.peer);
+        }
     }
 }
 
-/// A kind of memory that the device was not reported for.
-#[cold]
-fn cannot(port: &Port, what: &str, why: &str) -> NetError {
-    NetError::new(Code::InvalidUsage, format!("{port:?} can't register {what}: {why}"))
-}
-
 impl Comm {
-    fn base(&self) -> &Base {
+    pub(super) fn base(&self) -> &Base {
         match self {
             Self::Send(c) => &c.base,
             Self::Recv(c) => &c.base,
@@ -355,101 +327,6 @@ impl Comm {
     #[cfg(test)]
     pub(super) fn alert(&self) -> &Alert {
         &self.base().alert
-    }
-
-    /// Whether what arrives in such memory is flushed.
-    fn flushes(&self, memory: Memory) -> bool {
-        match self {
-            Self::Send(_) => false,
-            Self::Recv(c) => c.landing.is_some() && (memory == Memory::Gpu || c.flush_all),
-        }
-    }
-
-    /// Rights that traffic of this direction needs.
-    fn access(&self, flushed: bool) -> Access {
-        match self {
-            // The NIC only reads what is sent.
-            Self::Send(_) => Access::LOCAL_WRITE,
-            Self::Recv(_) => {
-                let flush = if flushed { Access::REMOTE_READ } else { Access::empty() };
-                Access::LOCAL_WRITE | Access::REMOTE_WRITE | flush
-            }
-        }
-    }
-
-    /// Registers memory for this connection; that of a GPU by way of the peer memory driver.
-    ///
-    /// # Safety
-    /// The range stays mapped until the handle is given back by [`Comm::deregister`].
-    pub unsafe fn register(&self, address: u64, length: usize, memory: Memory) -> Result<Arc<MrHandle>, NetError> {
-        let flushed = self.flushes(memory);
-        let access = self.access(flushed);
-        self.base().register(flushed, |port| {
-            if let (Memory::Gpu, Err(why)) = (memory, &port.gpu.peermem) {
-                return Err(cannot(port, "GPU memory by its address (NCCL_PTR_CUDA)", why));
-            }
-            // SAFETY: the caller's promise.
-            unsafe { port.registrar.register(address, length, memory, access) }
-                .map_err(|e| NetError::new(Code::System, e.with("while registering memory").to_string()))
-        })
-    }
-
-    /// Registers GPU memory by way of a dma-buf. The descriptor may be closed afterwards.
-    pub fn register_dmabuf(
-        &self,
-        address: u64,
-        length: usize,
-        offset: u64,
-        fd: BorrowedFd<'_>,
-    ) -> Result<Arc<MrHandle>, NetError> {
-        let flushed = self.flushes(Memory::Gpu);
-        let access = self.access(flushed);
-        self.base().register(flushed, |port| {
-            if let Err(why) = &port.gpu.dmabuf {
-                return Err(cannot(port, "a dma-buf", why));
-            }
-            port.registrar
-                .register_dmabuf(fd, offset, address, length, access)
-                .map_err(|e| NetError::new(Code::System, e.with("while registering GPU memory").to_string()))
-        })
-    }
-
-    /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
-    /// nothing lands in memory that NCCL is about to free. Hinted receives look open until the peer has counted them, as
-    /// the last ones always do at the end: then the connection is over, too, but the peer is told of no failure.
-    pub fn deregister(&self, handle: Arc<MrHandle>) {
-        let base = self.base();
-        if handle.in_flight() > 0 {
-            let aborted = NetError::new(
-                Code::Remote,
-                format!("the connection to peer {} was aborted: memory was deregistered with traffic open", base.peer),
-            );
-            let print = |_: &NetError| {
-                tracing::info!(target: "net", "connection to peer {} aborted by deregistration", base.peer);
-            };
-            if base.alert.fail(aborted, print) {
-                base.alert.tell("aborted by the application");
-            }
-        } else if handle.hinted_in_flight() > 0 {
-            let over = NetError::new(
-                Code::InvalidUsage,
-                format!(
-                    "memory of receives without completion was deregistered: the connection to peer {} is over, and NCCL \
-                     goes on using it; NCCL_NET_RDMA_RECV_HINT=0 does without such receives",
-                    base.peer
-                ),
-            );
-            let print = |e: &NetError| tracing::debug!(target: "net", "{}", e.text);
-            base.retired.fetch_or(base.alert.fail(over, print), Ordering::AcqRel);
-        }
-        if handle.in_flight() + handle.hinted_in_flight() > 0 {
-            base.fence();
-            // The data path may still hold a pointer to the keys.
-            base.graveyard.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&handle));
-        }
-        // The memory region goes now, whoever still looks at the keys: NCCL frees the memory next, and what is at its
-        // addresses then must not find it in the cache.
-        handle.registrations.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     #[inline]
@@ -490,7 +367,7 @@ impl Comm {
         }
         sender.post().adopt(sender.next(), parent);
         // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
-        match unsafe { sender.isend(data, size, tag, NonNull::from(&mr.keys)) } {
+        match unsafe { sender.isend(data, size, tag, NonNull::from(mr.keys())) } {
             Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
             Err(fault) => Err(comm.base.fail(&fault)),
         }
@@ -656,6 +533,7 @@ impl SendComm {
         fork::refuse_child()?;
         // A fault that polling finds is told below, or by the test of its request.
         if self.base.alert.asked() && sender.poll().is_ok() {
+            sender.check_copies().map_err(|fault| self.base.fail(&fault))?;
             let quiet = self.base.look(sender.owed(), || {
                 let owes = |qp: &usize| sender.room(*qp) < SEND_WRS;
                 let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| owes(qp));
@@ -734,11 +612,11 @@ impl RecvComm {
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
         fork::refuse_child()?;
         // As for a sender. Credits go over the first QP.
-        if self.base.alert.asked()
-            && receiver.poll().is_ok()
-            && self.base.look(receiver.owed(), || self.base.routes[0].clone())?
-        {
-            receiver.probe().map_err(|fault| self.base.fail(&fault))?;
+        if self.base.alert.asked() && receiver.poll().is_ok() {
+            receiver.check_copies().map_err(|fault| self.base.fail(&fault))?;
+            if self.base.look(receiver.owed(), || self.base.routes[0].clone())? {
+                receiver.probe().map_err(|fault| self.base.fail(&fault))?;
+            }
         }
         match self.base.alert.attention() {
             Some(Attention::Failed(cause)) => {
@@ -767,7 +645,9 @@ impl RecvComm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Memory;
     use crate::net::tests::{Lines, connection, engine, until};
+    use crate::verbs::Access;
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.

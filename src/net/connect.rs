@@ -21,6 +21,7 @@ use super::device::{Device, Port};
 use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
 use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
+use super::registration::Paths;
 use super::stall::{self, Vigil};
 use super::{Code, NetError, control, fork};
 
@@ -312,13 +313,15 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
             .map(|(p, f)| crate::topology::port::mtu_bytes(p.attr.active_mtu.min(u32::from(f.mtu))).to_string())
             .collect::<Vec<_>>()
             .join("/");
+        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu));
         tracing::info!(
             target: "init",
-            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, takes {}; {}",
+            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, takes {} ({}); {}",
             peer.who,
             lanes.rails,
             lanes.qps,
-            GpuMemory::common(ports.iter().map(|p| &p.gpu)).ways(),
+            gpu.ways(),
+            gpu.choice().rule,
             routes.join("; "),
         );
     }
@@ -345,6 +348,7 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         split_threshold: config.split_threshold,
         spread: if config.ib_split_data_on_qps { qps.lanes().qps } else { 1 },
         max_write: answer.max_write,
+        chunk: config.staging_chunk,
         count: answer.hints.then(|| CountPath {
             word,
             lkey: ring.0[0].lkey(),
@@ -387,6 +391,8 @@ pub(super) fn base(
             .map_err(|e| NetError::new(Code::System, format!("the connection to peer {peer} can't be watched: {e}")))?;
     }
     Ok(Base {
+        _connected: ports.iter().map(|port| port.registrar.connected()).collect(),
+        paths: Paths::new(&ports, config),
         alert,
         qps,
         ports,

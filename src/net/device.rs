@@ -7,15 +7,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::memory::Registrar;
+use crate::memory::path::Choices;
 use crate::rendezvous::{FdHandle, Watcher};
+use crate::topology::function::Function;
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
 use crate::topology::port::{self, LinkLayer};
+use crate::topology::report::Nic;
 use crate::topology::{hca, pci, rails};
 use crate::transfer::{MAX_RAILS, largest_message};
 use crate::verbs::{Context, DeviceAttr, Library, Pd, PortAttr};
 
 use super::events::{DeviceEvents, EventReader};
 use super::gpu::GpuMemory;
+use super::survey::{self, Survey};
 use super::{Code, NetError};
 
 /// One port of an opened device.
@@ -150,6 +154,9 @@ pub struct Device {
     pub parts: Vec<c_int>,
     /// Ways to GPU memory that all rails have.
     pub(super) gpu: GpuMemory,
+    /// The way of GPU data between its first port's NIC and each GPU.
+    pub choices: Choices,
+    survey: Arc<Survey>,
     pub(super) rails: Vec<Arc<Port>>,
 }
 
@@ -174,7 +181,8 @@ fn plane_of(ids: &[Option<i16>]) -> Option<i16> {
 
 impl Device {
     /// Stands in for the devices that the user insists on and that are not there.
-    pub(super) fn unusable() -> Self {
+    pub(super) fn unusable(survey: &Arc<Survey>) -> Self {
+        let gpu = GpuMemory::none("there is no device");
         Self {
             name: c"no-usable-device".to_owned(),
             pci_path: None,
@@ -186,7 +194,9 @@ impl Device {
             rail: None,
             plane: None,
             parts: Vec::new(),
-            gpu: GpuMemory::none("there is no device"),
+            choices: survey.choices("", &gpu),
+            gpu,
+            survey: Arc::clone(survey),
             rails: Vec::new(),
         }
     }
@@ -208,6 +218,7 @@ impl Device {
             }
         }
         let name = parts.iter().map(|(_, d)| d.name.to_string_lossy()).collect::<Vec<_>>().join("+");
+        let gpu = GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu));
         Ok(Self {
             name: CString::new(name).map_err(|e| e.to_string())?,
             pci_path: first.pci_path.clone(),
@@ -219,7 +230,9 @@ impl Device {
             rail: same(parts.iter().map(|(_, d)| d.rail)),
             plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
             parts: parts.iter().map(|&(dev, _)| dev).collect(),
-            gpu: GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu)),
+            choices: first.survey.choices(&rails[0].name, &gpu),
+            gpu,
+            survey: Arc::clone(&first.survey),
             rails,
         })
     }
@@ -288,8 +301,9 @@ impl fmt::Display for LeftOut {
 }
 
 /// What a look at the machine found.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Discovery {
+    pub survey: Arc<Survey>,
     pub devices: Vec<Device>,
     pub left_out: Vec<LeftOut>,
     /// For people: things that are probably not as they meant them.
@@ -312,12 +326,45 @@ pub(super) const MAX_DEVICES: usize = 128;
 
 /// Looks at every port of every device, and says of each that is left out why.
 pub fn discover(config: &Config) -> Discovery {
-    let mut found = Discovery::default();
+    let mut found = Looked::default();
+    let candidates = look(config, &mut found);
+    let survey = Arc::new(Survey::new(nics(&candidates, config), config));
+    found.warnings.extend(survey.refused.clone());
+    let devices = form_devices(candidates, &survey, config, &mut found);
+    Discovery { survey, devices, left_out: found.left_out, warnings: found.warnings }
+}
+
+/// What is told of a look at the machine while it goes on.
+#[derive(Debug, Default)]
+struct Looked {
+    left_out: Vec<LeftOut>,
+    warnings: Vec<String>,
+}
+
+/// The NICs of ports, once each.
+fn nics(candidates: &[Candidate], config: &Config) -> Vec<Nic> {
+    let mut nics: Vec<Nic> = Vec::new();
+    for Candidate { port, attr, .. } in candidates {
+        let gbps = f64::from(port.speed) / 1000.0;
+        match nics.iter_mut().find(|nic| nic.name == port.name) {
+            Some(nic) => nic.port_gbps += gbps,
+            None => {
+                let path = pci::function_path(&config.sysroot, port.context.ibdev_path());
+                let function = path.and_then(|path| Function::at(&config.sysroot, &path));
+                nics.push(survey::nic(&port.name, attr, gbps, &port.gpu).located(function));
+            }
+        }
+    }
+    nics
+}
+
+/// The usable ports, in the order in which NCCL sees them.
+fn look(config: &Config, found: &mut Looked) -> Vec<Candidate> {
     let library = match Library::load(config.ibverbs_lib.as_deref()) {
         Ok(library) => library,
         Err(e) => {
             found.left_out.push(LeftOut { name: "all devices".into(), why: e.to_string() });
-            return found;
+            return Vec::new();
         }
     };
     if let (Some(wish), false) = (&config.ibverbs_lib, library.passed_over.is_empty()) {
@@ -332,7 +379,7 @@ pub fn discover(config: &Config) -> Discovery {
         Ok(list) => list,
         Err(e) => {
             found.left_out.push(LeftOut { name: "all devices".into(), why: e.to_string() });
-            return found;
+            return Vec::new();
         }
     };
     if list.is_empty() {
@@ -368,7 +415,7 @@ pub fn discover(config: &Config) -> Discovery {
                 continue;
             }
         };
-        look_at(&context, &library, &filter, config, &mut seen, &mut candidates, &mut found);
+        look_at(&context, &library, &filter, config, &mut seen, &mut candidates, found);
     }
     let ports: Vec<(&str, u8)> = seen.iter().map(|(n, p)| (n.as_str(), *p)).collect();
     found.warnings.extend(filter.audit(&ports).iter().map(ToString::to_string));
@@ -377,8 +424,7 @@ pub fn discover(config: &Config) -> Discovery {
             (pci::order(c.pci_path.as_deref()), c.port.name.len(), c.port.name.clone(), c.port.num)
         });
     }
-    form_devices(candidates, config, &mut found);
-    found
+    candidates
 }
 
 /// Looks at the ports of one device.
@@ -389,7 +435,7 @@ fn look_at(
     config: &Config,
     seen: &mut Vec<(String, u8)>,
     candidates: &mut Vec<Candidate>,
-    found: &mut Discovery,
+    found: &mut Looked,
 ) {
     let name = context.name().to_owned();
     let mut leave = |name: String, why: String, loud: bool| {
@@ -466,7 +512,7 @@ fn look_at(
             .unwrap_or_else(|| port::speed_mbps(port_attr.active_speed, port_attr.active_width));
         candidates.push(Candidate {
             pci_path: pci::pci_path(&config.sysroot, context.ibdev_path(), config.ib_merge_vfs),
-            attr,
+            attr: attr.clone(),
             rail: verdict.rail,
             plane: verdict.plane,
             port: Arc::new(Port {
@@ -508,7 +554,8 @@ fn watch_events(context: &Arc<Context>, events: &Arc<DeviceEvents>, config: &Con
 }
 
 /// Groups ports into what NCCL is told of.
-fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discovery) {
+fn form_devices(candidates: Vec<Candidate>, survey: &Arc<Survey>, config: &Config, found: &mut Looked) -> Vec<Device> {
+    let mut devices = Vec::new();
     let available: Vec<rails::Available<'_>> = candidates
         .iter()
         .map(|c| rails::Available { name: &c.port.name, port: c.port.num, speed: c.port.speed })
@@ -519,14 +566,15 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
     for group in groups {
         let members: Vec<&Candidate> = group.members.iter().map(|&i| &candidates[i]).collect();
         let Some(first) = members.first() else { continue };
-        if found.devices.len() == MAX_DEVICES {
+        if devices.len() == MAX_DEVICES {
             found.left_out.push(LeftOut { name: group.name, why: format!("NCCL takes {MAX_DEVICES} devices") });
             continue;
         }
         let Ok(name) = CString::new(group.name) else { continue };
         let port = c_int::from(first.port.num) + numbers.next(first.pci_path.as_deref());
+        let gpu = GpuMemory::common(members.iter().map(|m| &m.port.gpu));
         let max_qp = members.iter().map(|m| m.attr.max_qp).min().unwrap_or(0);
-        found.devices.push(Device {
+        devices.push(Device {
             name,
             pci_path: first.pci_path.as_deref().and_then(|p| CString::new(p).ok()),
             guid: first.attr.sys_image_guid,
@@ -537,8 +585,11 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
             rail: same(members.iter().map(|m| m.rail)),
             plane: plane_of(&members.iter().map(|m| m.plane).collect::<Vec<_>>()),
             parts: Vec::new(),
-            gpu: GpuMemory::common(members.iter().map(|m| &m.port.gpu)),
+            choices: survey.choices(&first.port.name, &gpu),
+            gpu,
+            survey: Arc::clone(survey),
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),
         });
     }
+    devices
 }

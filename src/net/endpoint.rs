@@ -432,7 +432,7 @@ fn address(port: &Port, gid: &gid::Choice, far: &HelloRail, flow_label: u32, tra
     }
     AddressVector::Gid {
         dgid: far.gid,
-        sgid_index: u8::try_from(gid.index).unwrap_or(0),
+        sgid_index: gid.index,
         dlid: if ethernet { 0 } else { far.lid },
         // Distinct labels spread QPs over ECMP paths (RoCE v2 makes its UDP source port from it).
         flow_label: if ethernet { flow_label & 0xf_ffff } else { 0 },

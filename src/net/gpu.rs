@@ -1,12 +1,16 @@
-//! By which ways a NIC reaches GPU memory without a copy (GPUDirect RDMA): looked for once, when its device is opened.
+//! By which ways GPU memory can be had: those of a NIC that reaches it without a copy (GPUDirect RDMA), looked for once, when
+//! its device is opened, and staging.
 
 use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
 
 use crate::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_DMABUF, NCCL_PTR_HOST};
-use crate::config::{Config, PeerMemory};
+use crate::config::{Config, GpuPath, PeerMemory};
+use crate::memory::gpu::{self, Lane};
+use crate::memory::path::Choice;
 use crate::topology::peermem::{self, PeerDriver};
+use crate::transfer::staging::{Copier, CopyWr};
 use crate::verbs::{Mr, Pd};
 
 /// An open way, or why it is closed and what opens it.
@@ -19,66 +23,128 @@ pub(super) struct GpuMemory {
     pub(super) peermem: Way,
     /// A descriptor of the memory is registered.
     pub(super) dmabuf: Way,
+    /// Copies through host memory; looked for where the user wants them.
+    staging: Way,
+    wish: GpuPath,
+    /// A way that was asked for and is closed is an error.
+    strict: bool,
 }
 
 impl GpuMemory {
     pub(super) fn probe(pd: &Arc<Pd>, config: &Config) -> Self {
-        Self { peermem: peer_memory(config), dmabuf: Mr::probe_dmabuf(pd).map_err(|e| no_dmabuf(&e.to_string())) }
+        Self {
+            peermem: peer_memory(config),
+            dmabuf: Mr::probe_dmabuf(pd).map_err(|e| no_dmabuf(&e.to_string())),
+            staging: if config.gpu_path == GpuPath::Staging { gpu::available() } else { Ok(()) },
+            wish: config.gpu_path,
+            strict: config.strict,
+        }
     }
 
     pub(super) fn none(why: &str) -> Self {
-        Self { peermem: Err(why.to_owned()), dmabuf: Err(why.to_owned()) }
+        let closed = || Err(why.to_owned());
+        Self { peermem: closed(), dmabuf: closed(), staging: closed(), wish: GpuPath::Auto, strict: false }
     }
 
     /// What devices that are used together have in common.
     pub(super) fn common<'a>(members: impl IntoIterator<Item = &'a Self>) -> Self {
-        members
-            .into_iter()
-            .cloned()
-            .reduce(|a, b| Self { peermem: a.peermem.and(b.peermem), dmabuf: a.dmabuf.and(b.dmabuf) })
-            .unwrap_or_else(|| Self::none("there is no device"))
+        let both = |a: Self, b: Self| Self {
+            peermem: a.peermem.and(b.peermem),
+            dmabuf: a.dmabuf.and(b.dmabuf),
+            staging: a.staging.and(b.staging),
+            ..a
+        };
+        members.into_iter().cloned().reduce(both).unwrap_or_else(|| Self::none("there is no device"))
     }
 
-    /// A peer memory driver is there, yet every byte goes through host memory: someone expects otherwise.
+    /// The way that data take.
+    pub(super) fn choice(&self) -> Choice {
+        Choice::of(self.wish, self.any())
+    }
+
+    /// Someone expects otherwise: a peer memory driver is there, yet every byte goes through host memory; or a way was asked
+    /// for that is closed.
     pub(super) fn is_a_surprise(&self, config: &Config) -> bool {
-        let loaded = peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
-        !self.any() && loaded && config.peermem == PeerMemory::Auto
+        let loaded = || peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
+        match self.wish {
+            GpuPath::Auto => !self.any() && config.peermem == PeerMemory::Auto && loaded(),
+            GpuPath::Gdr => !self.any(),
+            GpuPath::Staging => self.staging.is_err(),
+            GpuPath::Host => false,
+        }
     }
 
+    /// Whether a NIC reaches GPU memory.
     pub(super) fn any(&self) -> bool {
         self.peermem.is_ok() || self.dmabuf.is_ok()
     }
 
-    /// Bits NCCL_PTR_*. To NCCL the CUDA bit alone means the peer memory driver.
+    /// Bits NCCL_PTR_*. To NCCL the CUDA bit alone means the peer memory driver, or that the plugin copies.
     pub(super) fn ptr_support(&self) -> c_int {
-        let cuda = if self.peermem.is_ok() { NCCL_PTR_CUDA } else { 0 };
-        let dmabuf = if self.dmabuf.is_ok() { NCCL_PTR_DMABUF } else { 0 };
+        let choice = self.choice();
+        let (peermem, dmabuf) = (choice.gdr && self.peermem.is_ok(), choice.gdr && self.dmabuf.is_ok());
+        // Refused at registration, where the reason is told, if it may not be done without.
+        let staging = choice.gpu_memory && !choice.gdr && (self.staging.is_ok() || self.strict);
+        let cuda = if peermem || staging { NCCL_PTR_CUDA } else { 0 };
+        let dmabuf = if dmabuf { NCCL_PTR_DMABUF } else { 0 };
         (NCCL_PTR_HOST | cuda | dmabuf).cast_signed()
     }
 
-    /// The open ways in short.
+    /// The ways that are used in short.
     pub(super) fn ways(&self) -> &'static str {
-        match (&self.peermem, &self.dmabuf) {
-            (Ok(()), Ok(())) => "host memory, GPU memory by dma-buf or nvidia_peermem",
-            (Ok(()), Err(_)) => "host memory, GPU memory by nvidia_peermem",
-            (Err(_), Ok(())) => "host memory, GPU memory by dma-buf",
-            (Err(_), Err(_)) => "host memory",
+        let choice = self.choice();
+        match (choice.gdr && self.peermem.is_ok(), choice.gdr && self.dmabuf.is_ok()) {
+            (true, true) => "host memory, GPU memory by dma-buf or nvidia_peermem",
+            (true, false) => "host memory, GPU memory by nvidia_peermem",
+            (false, true) => "host memory, GPU memory by dma-buf",
+            (false, false) if choice.gpu_memory && self.staging.is_ok() => "host memory, GPU memory by staging",
+            (false, false) => "host memory",
         }
     }
 }
 
 impl fmt::Display for GpuMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let choice = self.choice();
         f.write_str(self.ways())?;
-        if !self.any() {
+        if choice.gpu_memory && !choice.gdr && self.staging.is_ok() {
+            return write!(f, " ({})", choice.rule);
+        }
+        if !choice.gdr {
             f.write_str(" only: NCCL copies GPU data through it")?;
         }
-        for (name, way) in [("nvidia_peermem", &self.peermem), ("dma-buf", &self.dmabuf)] {
+        let ways: &[(&str, &Way)] = match self.wish {
+            GpuPath::Host => return write!(f, " ({})", choice.rule),
+            GpuPath::Staging => &[("staging", &self.staging)],
+            GpuPath::Auto | GpuPath::Gdr => &[("nvidia_peermem", &self.peermem), ("dma-buf", &self.dmabuf)],
+        };
+        for (name, way) in ways {
             if let Err(why) = way {
                 write!(f, "; no {name}: {why}")?;
             }
         }
         Ok(())
+    }
+}
+
+impl Copier for Lane {
+    unsafe fn start(&self, copies: &[CopyWr]) -> Result<(), String> {
+        let copies = copies.iter().map(|c| gpu::Copy { gpu: c.gpu, host: c.host, length: c.length, mark: c.mark });
+        // SAFETY: the caller's promise; a shadow is pinned.
+        unsafe { self.start(copies) }
+    }
+
+    #[inline]
+    fn reached(&self) -> u32 {
+        self.reached()
+    }
+
+    fn check(&self) -> Result<(), String> {
+        self.check()
+    }
+
+    fn settle(&self) -> Result<(), String> {
+        self.settle()
     }
 }
 
@@ -109,7 +175,26 @@ mod tests {
 
     fn ways(peermem: bool, dmabuf: bool, name: &str) -> GpuMemory {
         let way = |open: bool| if open { Ok(()) } else { Err(name.to_owned()) };
-        GpuMemory { peermem: way(peermem), dmabuf: way(dmabuf) }
+        GpuMemory { peermem: way(peermem), dmabuf: way(dmabuf), staging: way(true), wish: GpuPath::Auto, strict: false }
+    }
+
+    #[test]
+    fn what_was_asked_for_decides() {
+        let wish = |wish, staging: bool, strict| GpuMemory {
+            staging: if staging { Ok(()) } else { Err("no driver".to_owned()) },
+            wish,
+            strict,
+            ..ways(true, true, "")
+        };
+        assert_eq!(wish(GpuPath::Host, true, false).ptr_support(), 1);
+        assert_eq!(wish(GpuPath::Gdr, true, false).ptr_support(), 7);
+        assert_eq!(wish(GpuPath::Staging, true, false).ptr_support(), 3);
+        assert_eq!(wish(GpuPath::Staging, false, false).ptr_support(), 1);
+        assert_eq!(wish(GpuPath::Staging, false, true).ptr_support(), 3, "the registration says why");
+        let text = wish(GpuPath::Staging, false, false).to_string();
+        assert!(text.contains("host memory only") && text.contains("no staging: no driver"), "{text}");
+        let text = wish(GpuPath::Host, true, false).to_string();
+        assert!(text.contains("NCCL_NET_RDMA_GPU_PATH=host"), "{text}");
     }
 
     #[test]

@@ -23,7 +23,7 @@ pub(crate) mod kind {
 }
 
 /// Version of these bodies; both ends must have the same.
-const BODY_VERSION: u16 = 3;
+const BODY_VERSION: u16 = 4;
 /// Longest name in a body, bytes; verbs device names have at most 63.
 const MAX_NAME: usize = 64;
 /// Most QPs of one rail.

@@ -307,8 +307,8 @@ impl Ground {
         let count = count.transpose()?;
         let mut loopbacks = Vec::new();
         let mut landing = None;
-        // Where there is no GPU memory to be had, nothing needs a flush.
-        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu)).any();
+        // Where no NIC writes to GPU memory, nothing needs a flush.
+        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu)).choice().gdr;
         if (gpu || config.force_flush) && !config.gdr_flush_disable {
             let page = pages(64)?;
             let mut mrs = Vec::with_capacity(ports.len());

@@ -16,9 +16,11 @@ mod fusion;
 mod gpu;
 mod hello;
 mod listen;
+mod registration;
 mod stall;
+mod survey;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::ffi::{CStr, c_int};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
@@ -30,16 +32,19 @@ use crate::abi::types::ncclDebugLogger_t;
 use crate::config::Config;
 use crate::observe;
 use crate::rendezvous::{Handle, SPARE_BYTES};
+use crate::topology::report::Severity;
 use crate::transfer::Profiler;
 
 use connect::Connecting;
 use fusion::Devices;
 
 pub use crate::rendezvous::HANDLE_BYTES;
-pub use comm::{Buffers, Comm, MrHandle, Request, Tested};
+pub use comm::{Buffers, Comm, Request, Tested};
 pub use context::{Attributes, CommContext, Wishes};
 pub use device::{Device, LeftOut, discover};
 pub use listen::Accepting;
+pub use registration::MrHandle;
+pub use survey::{Chosen, Shown, Survey};
 
 /// What NCCL_NET selects; no other plugin's name, so that a silent fallback shows.
 pub const NAME: &CStr = c"RDMA";
@@ -170,10 +175,19 @@ impl Engine {
             };
             tracing::warn!(target: "init", "no RDMA device can be used{why}; {then}");
         }
+        for line in found.survey.lines() {
+            tracing::info!(target: "init", "{line}");
+        }
+        for finding in found.survey.findings() {
+            match finding.severity {
+                Severity::Warning => tracing::warn!(target: "init", "{finding}"),
+                Severity::Note => tracing::info!(target: "init", "{finding}"),
+            }
+        }
         let mut devices = found.devices;
         if config.strict && devices.is_empty() {
             // 0 devices or an error from here would only make NCCL fall back; a device that can't listen stops the job.
-            devices.push(Device::unusable());
+            devices.push(Device::unusable(&found.survey));
         }
         let engine = Self { config, devices: Devices::new(devices), connecting: DashMap::with_shard_amount(4) };
         *ENGINE.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(engine));

@@ -37,7 +37,7 @@ gids = [{ index = 0, gid = "::ffff:10.0.2.1", type = "RoCE v2" }]
 "#;
 
 /// The adapter, built beside this test in whatever profile and target directory that is.
-fn library() -> &'static str {
+pub(crate) fn library() -> &'static str {
     static PATH: OnceLock<String> = OnceLock::new();
     PATH.get_or_init(|| {
         let deps = std::env::current_exe().expect("own path").parent().expect("deps").to_owned();

@@ -82,7 +82,7 @@ impl fmt::Display for GidKind {
     }
 }
 
-/// A filled entry of a table.
+/// A filled entry of a table. An address vector has 8 bits for the index, so an entry behind 255 can't be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GidEntry {
     pub index: u32,
@@ -103,7 +103,7 @@ pub struct GidPolicy {
 /// The entry to use, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
-    pub index: u32,
+    pub index: u8,
     pub gid: Gid,
     pub kind: GidKind,
     pub netdev: Option<String>,
@@ -117,6 +117,8 @@ pub enum GidError {
     Empty,
     #[error("GID index {index} (NCCL_IB_GID_INDEX) is empty; filled are {filled}; unset it to have {usable} chosen")]
     IndexEmpty { index: u8, filled: String, usable: String },
+    #[error("all its GIDs lie behind index 255, which is the last that a connection can name: {filled}")]
+    OutOfReach { filled: String },
     #[error("no GID lies in {range} (NCCL_IB_ADDR_RANGE); the table has {table}")]
     OutOfRange { range: IpNet, table: String },
 }
@@ -159,8 +161,13 @@ fn rank(entry: &GidEntry, policy: &GidPolicy) -> (Reach, Version, bool) {
 /// The GID to use of a table (empty entries may be left out of it).
 pub fn choose(entries: &[GidEntry], link_layer: LinkLayer, policy: &GidPolicy) -> Result<Choice, GidError> {
     let filled: Vec<GidEntry> = entries.iter().filter(|e| !e.gid.is_zero()).cloned().collect();
+    let (filled, beyond): (Vec<_>, Vec<_>) = filled.into_iter().partition(|e| u8::try_from(e.index).is_ok());
+    if filled.is_empty() && !beyond.is_empty() {
+        return Err(GidError::OutOfReach { filled: listing(&beyond) });
+    }
     let made = |entry: &GidEntry, why: String| Choice {
-        index: entry.index,
+        // Those that do not fit were left out.
+        index: u8::try_from(entry.index).unwrap_or(u8::MAX),
         gid: entry.gid,
         kind: entry.kind,
         netdev: entry.netdev.clone(),
@@ -223,7 +230,7 @@ mod tests {
     }
 
     fn pick(rows: &[(u32, &str, GidKind)], policy: &GidPolicy) -> Result<u32, GidError> {
-        choose(&table(rows), LinkLayer::Ethernet, policy).map(|c| c.index)
+        choose(&table(rows), LinkLayer::Ethernet, policy).map(|c| u32::from(c.index))
     }
 
     use GidKind::{RoceV1, RoceV2, Unknown};
@@ -273,6 +280,15 @@ mod tests {
         for address in ["10.1.2.3", "172.16.9.1", "192.168.7.1", "100.64.1.1", "200.0.209.6"] {
             assert_eq!(pick(&[(1, "fe80::2", RoceV2), (3, address, RoceV2)], &AUTO), Ok(3), "{address}");
         }
+    }
+
+    #[test]
+    fn an_index_that_does_not_fit_an_address_vector_is_left_out() {
+        assert_eq!(pick(&[(255, "fe80::1", RoceV2), (256, "10.0.0.1", RoceV2)], &AUTO), Ok(255));
+        let text = pick(&[(256, "10.0.0.1", RoceV2), (300, "10.0.0.2", RoceV1)], &AUTO).expect_err("none").to_string();
+        assert!(text.contains("behind index 255") && text.contains("256 (10.0.0.1, RoCE v2)"), "{text}");
+        let infiniband = choose(&table(&[(256, "fe80::2:c903:1", GidKind::Ib)]), LinkLayer::InfiniBand, &AUTO);
+        assert!(matches!(infiniband, Err(GidError::OutOfReach { .. })), "{infiniband:?}");
     }
 
     #[test]

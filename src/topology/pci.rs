@@ -9,36 +9,41 @@ use std::path::{Path, PathBuf};
 
 use super::gid::GidKind;
 
-fn under(root: &Path, path: &str) -> PathBuf {
+pub(super) fn under(root: &Path, path: &str) -> PathBuf {
     root.join(path.trim_start_matches('/'))
 }
 
 /// Whether a path component is a PCI function's address.
-fn is_bus_id(text: &str) -> bool {
+pub(super) fn is_bus_id(text: &str) -> bool {
     let shape = b"hhhh:hh:hh.h";
     text.len() == shape.len()
         && text.bytes().zip(shape).all(|(c, s)| if *s == b'h' { c.is_ascii_hexdigit() } else { c == *s })
 }
 
+/// `path` with its links resolved, as seen from `root`.
+pub(super) fn resolve(root: &Path, path: &str) -> Option<String> {
+    let resolved = fs::canonicalize(under(root, path)).ok()?;
+    let path = resolved.to_str()?.to_owned();
+    if root == Path::new("/") {
+        return Some(path);
+    }
+    let root = fs::canonicalize(root).ok()?;
+    Some(format!("/{}", resolved.strip_prefix(&root).ok()?.to_str()?))
+}
+
 /// The resolved /sys path of a device's PCI function; None for a device that is not on a PCI bus. `place` is where
 /// libibverbs says that the device is (ibv_device.ibdev_path, `/sys/class/infiniband/mlx5_0`), or, of a software adapter that
-/// stands in for a NIC, the PCI function itself. Functions of one card
-/// look alike (function 0), and with `merge_vfs` its virtual functions too, as in NCCL's own transport: NCCL then sees one
-/// NIC.
+/// stands in for a NIC, the PCI function itself.
+pub fn function_path(root: &Path, place: &str) -> Option<String> {
+    let itself = is_bus_id(place.rsplit('/').next()?);
+    let path = resolve(root, &if itself { place.to_owned() } else { format!("{place}/device") })?;
+    is_bus_id(path.rsplit('/').next()?).then_some(path)
+}
+
+/// The path that NCCL is told. Functions of one card look alike (function 0), and with `merge_vfs` its virtual functions
+/// too, as in NCCL's own transport: NCCL then sees one NIC.
 pub fn pci_path(root: &Path, place: &str, merge_vfs: bool) -> Option<String> {
-    let resolved = if is_bus_id(place.rsplit('/').next()?) {
-        fs::canonicalize(under(root, place)).ok()?
-    } else {
-        fs::canonicalize(under(root, place).join("device")).ok()?
-    };
-    let mut path = resolved.to_str()?.to_owned();
-    if root != Path::new("/") {
-        let root = fs::canonicalize(root).ok()?;
-        path = format!("/{}", resolved.strip_prefix(&root).ok()?.to_str()?);
-    }
-    if !is_bus_id(path.rsplit('/').next()?) {
-        return None;
-    }
+    let mut path = function_path(root, place)?;
     let len = path.len();
     path.replace_range(len - 1.., "0");
     if merge_vfs {
@@ -135,6 +140,10 @@ mod tests {
         assert_eq!(
             pci_path(root.path(), "/sys/class/infiniband/mlx5_0", true).as_deref(),
             Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0")
+        );
+        assert_eq!(
+            function_path(root.path(), "/sys/class/infiniband/mlx5_0").as_deref(),
+            Some("/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.2")
         );
         assert_eq!(pci_path(root.path(), "/sys/class/infiniband/rxe0", true), None);
         let function = "/sys/devices/pci0000:80/0000:80:01.1/0000:81:03.2";

@@ -3,8 +3,11 @@
 use std::fs;
 use std::path::Path;
 
+use serde::Serialize;
+
 /// How the driver stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum PeerDriver {
     Absent,
     /// The module is there, but the RDMA stack knows nothing of it: registrations of GPU memory fail.

@@ -5,7 +5,7 @@
 //! | offset | field |
 //! |---|---|
 //! | 0 | address (8) |
-//! | 8 | size (48 bits), then 16 bits: n − 1 (3), hinted (1, with n = 1), 0 (4), lap (8) |
+//! | 8 | size (48 bits), then 16 bits: n − 1 (3), hinted (1, with n = 1), piecewise (1), 0 (3), lap (8) |
 //! | 16 | rkey of each rail (4 each) |
 //! | stride − 8 | tag (4) |
 //! | stride − 4 | sequence (4): ring position + 1 |
@@ -74,11 +74,15 @@ pub struct Credit {
     pub n: u8,
     /// No immediate answers it ([`super::hint`]); n is 1.
     pub hinted: bool,
+    /// The receiver copies what arrives ([`super::staging`]): it wants the message in portions.
+    pub piecewise: bool,
     pub tag: u32,
 }
 
 /// The bit of a hinted receive.
 const HINTED: u64 = 8;
+/// The bit of a message that is wanted in portions.
+const PIECEWISE: u64 = 16;
 
 /// The sequence number of a ring position; never confused with an older lap of the ring.
 #[inline]
@@ -171,7 +175,7 @@ impl CreditRing {
         let word = self.word64(slot, 8).load(Ordering::Relaxed);
         let meta = word >> 48;
         // A hinted receive is alone.
-        if meta >> 8 != lap(position) || meta & 0xff > HINTED {
+        if meta >> 8 != lap(position) || meta & (0xff ^ PIECEWISE) > HINTED {
             return None;
         }
         Some(Credit {
@@ -179,6 +183,7 @@ impl CreditRing {
             size: word & ((1 << 48) - 1),
             n: (meta & 7) as u8 + 1,
             hinted: meta & HINTED != 0,
+            piecewise: meta & PIECEWISE != 0,
             tag: self.tag(position),
         })
     }
@@ -196,8 +201,9 @@ impl CreditRing {
         debug_assert!(credit.size < 1 << 48 && (1..=MAX_GROUP).contains(&usize::from(credit.n)));
         debug_assert!(!credit.hinted || credit.n == 1);
         let slot = slot(position);
-        let flags = if credit.hinted { HINTED } else { 0 };
-        let meta = u64::from(credit.n - 1) | flags | lap(position) << 8;
+        let hinted = if credit.hinted { HINTED } else { 0 };
+        let piecewise = if credit.piecewise { PIECEWISE } else { 0 };
+        let meta = u64::from(credit.n - 1) | hinted | piecewise | lap(position) << 8;
         self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
         self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
         for rail in (0..self.stride.rails()).step_by(2) {
@@ -230,11 +236,11 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool, hint: bool) {
+        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool, hint: bool, piecewise: bool) {
             let stride = if wide { Stride::Wide } else { Stride::Narrow };
             let mut memory = memory();
             let ring = memory.ring(stride);
-            let credit = Credit { address, size, n, hinted: hint && n == 1, tag };
+            let credit = Credit { address, size, n, hinted: hint && n == 1, piecewise, tag };
             prop_assert!(position == u32::MAX || !ring.ready(position));
             ring.write(position, &credit, &keys);
             prop_assert!(ring.ready(position));
@@ -250,7 +256,7 @@ pub(crate) mod tests {
     fn a_torn_entry_is_not_read() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Narrow);
-        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, tag: 3 }, &[4; 8]);
+        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, piecewise: false, tag: 3 }, &[4; 8]);
         // The sequence of the next lap is there, the rest is still of this one.
         ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
         assert!(ring.ready(7 + 256));
@@ -261,8 +267,8 @@ pub(crate) mod tests {
     fn unknown_flags_are_refused() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Wide);
-        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, tag: 3 }, &[4; 8]);
-        for bit in 4..8 {
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, piecewise: false, tag: 3 }, &[4; 8]);
+        for bit in 5..8 {
             ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);
             assert_eq!(ring.read(0), None);
             ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);

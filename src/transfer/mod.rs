@@ -36,6 +36,10 @@
 //! to know that: then the QPs are stopped first, and the connection closes in good order all the same, since what NCCL
 //! took for done is done.
 //!
+//! # Staging
+//! GPU memory that the NIC does not reach is copied through pinned host memory on the way, in portions, at either end or both:
+//! see [`staging`].
+//!
 //! Everything that a peer can write (credits, immediates, counts) is checked against what is open before it is used.
 
 pub mod credit;
@@ -47,6 +51,7 @@ pub mod profile;
 mod receiver;
 mod sender;
 pub mod split;
+pub mod staging;
 #[cfg(test)]
 mod tests;
 mod wire;

@@ -13,6 +13,7 @@ use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 use super::credit::{Credit, CreditRing, sequence, slot};
 use super::hint::Horizon;
 use super::imm::Imm;
+use super::staging::{Inbox, Shadow};
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{CREDIT_WRS, FLUSH_WRS, FLUSHES, MAX_GROUP, MAX_RAILS, RECV_BATCH, RECV_REQUESTS, RING};
@@ -78,6 +79,8 @@ enum Entry {
     Free,
     /// Its message has not arrived.
     Open,
+    /// As open, of a message that is staged.
+    Staged,
     /// A hinted receive that the peer's count has not passed.
     Hinted,
 }
@@ -140,6 +143,8 @@ pub struct Receiver<P> {
     count: Option<NonNull<AtomicU64>>,
     requests: Box<[Request; RECV_REQUESTS]>,
     flushes: Box<[Flush; FLUSHES]>,
+    /// What is staged; None until the first is.
+    inbox: Option<Box<Inbox>>,
     fault: Option<Box<Fault>>,
     post: P,
 }
@@ -182,6 +187,7 @@ impl<P: Post> Receiver<P> {
             count: parts.count,
             requests: Box::new([empty; RECV_REQUESTS]),
             flushes: Box::new([Flush::default(); FLUSHES]),
+            inbox: None,
             fault: None,
             post: parts.post,
         }
@@ -208,7 +214,7 @@ impl<P: Post> Receiver<P> {
         let mut left = self.open;
         while left > 0 {
             position = position.wrapping_sub(1);
-            if self.slots[slot(position)].state == Entry::Open {
+            if matches!(self.slots[slot(position)].state, Entry::Open | Entry::Staged) {
                 received = position;
                 left -= 1;
             }
@@ -285,6 +291,11 @@ impl<P: Post> Receiver<P> {
             // SAFETY: alive by this function's contract.
             let keys = unsafe { buffer.keys.as_ref() };
             keys.enter();
+            let (mut address, mut rkeys, mut state) = (buffer.address, &keys.rkeys, Entry::Open);
+            if let Some(shadow) = keys.staged(buffer.size) {
+                self.stage(position, buffer.address, shadow);
+                (address, rkeys, state) = (shadow.host(buffer.address), &shadow.rkeys, Entry::Staged);
+            }
             self.slots[slot(position)] = Slot {
                 size: buffer.size,
                 bytes: 0,
@@ -293,11 +304,17 @@ impl<P: Post> Receiver<P> {
                 keys: Some(buffer.keys),
                 request: index,
                 member: member as u8,
-                state: Entry::Open,
+                state,
             };
-            let credit =
-                Credit { address: buffer.address, size: buffer.size, n: n as u8, hinted: false, tag: buffer.tag };
-            self.shadow.write(position, &credit, &keys.rkeys);
+            let credit = Credit {
+                address,
+                size: buffer.size,
+                n: n as u8,
+                hinted: false,
+                piecewise: state == Entry::Staged,
+                tag: buffer.tag,
+            };
+            self.shadow.write(position, &credit, rkeys);
         }
         self.open += n as u32;
         self.largest = self.largest.max(n as u8);
@@ -308,6 +325,12 @@ impl<P: Post> Receiver<P> {
             self.write_credits(0, n - before_wrap)?;
         }
         Ok(Some(index))
+    }
+
+    /// A receive that is staged is posted.
+    #[inline(never)] // off the path of what is not
+    fn stage(&mut self, position: u32, gpu: u64, shadow: &Shadow) {
+        self.inbox.get_or_insert_with(|| Inbox::new(&shadow.copier)).open(slot(position), gpu, shadow);
     }
 
     /// Whether the peer knows hinted receives.
@@ -324,6 +347,12 @@ impl<P: Post> Receiver<P> {
     /// error state or gone.
     pub unsafe fn irecv_hinted(&mut self, buffer: &Buffer) -> Result<Option<u8>, Fault> {
         debug_assert!(self.takes_hints());
+        // SAFETY: alive by this function's contract.
+        if unsafe { buffer.keys.as_ref() }.staged(buffer.size).is_some() {
+            // What arrives is to be copied.
+            // SAFETY: this function's contract says more.
+            return unsafe { self.irecv(std::slice::from_ref(buffer)) };
+        }
         if let Some(fault) = &self.fault {
             return Err((**fault).clone());
         }
@@ -346,7 +375,14 @@ impl<P: Post> Receiver<P> {
         self.horizon.posted(position);
         self.slots[slot(position)] =
             Slot { sequence: low16(position), keys: Some(buffer.keys), state: Entry::Hinted, ..Slot::default() };
-        let credit = Credit { address: buffer.address, size: buffer.size, n: 1, hinted: true, tag: buffer.tag };
+        let credit = Credit {
+            address: buffer.address,
+            size: buffer.size,
+            n: 1,
+            hinted: true,
+            piecewise: false,
+            tag: buffer.tag,
+        };
         self.shadow.write(position, &credit, &keys.rkeys);
         self.largest = self.largest.max(1);
         self.tail = position.wrapping_add(1);
@@ -463,7 +499,27 @@ impl<P: Post> Receiver<P> {
                 }
             }
         }
+        if self.inbox.is_some() {
+            self.land();
+        }
         Ok(())
+    }
+
+    /// Counts what has been copied into GPU memory.
+    #[inline(never)]
+    fn land(&mut self) {
+        while let Some(landing) = self.inbox.as_mut().and_then(|inbox| inbox.landed()) {
+            self.requests[usize::from(landing.request)].left -= 1;
+            // SAFETY: alive while its request is open, by irecv's contract.
+            unsafe { landing.keys.as_ref() }.leave();
+        }
+    }
+
+    /// Whether copies can get done. Off the data path.
+    #[cold]
+    pub fn check_copies(&mut self) -> Result<(), Fault> {
+        let Some(inbox) = &self.inbox else { return Ok(()) };
+        inbox.copier.check().map_err(|why| self.stop(Fault::Copy(why)))
     }
 
     #[inline]
@@ -504,6 +560,9 @@ impl<P: Post> Receiver<P> {
         let place = usize::from(imm.sequence.wrapping_sub(1)) & (RING - 1);
         let slot = &mut self.slots[place];
         if slot.state != Entry::Open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
+            if slot.state == Entry::Staged && slot.sequence == imm.sequence && slot.seen >> imm.portion & 1 == 0 {
+                return self.arrived_staged(place, imm, a.bytes);
+            }
             return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
         }
         slot.seen |= 1 << imm.portion;
@@ -527,6 +586,32 @@ impl<P: Post> Receiver<P> {
             unsafe { keys.as_ref() }.leave();
         }
         Ok(())
+    }
+
+    /// A portion of a message that is staged is in the shadow.
+    #[inline(never)] // off the path of what is not
+    fn arrived_staged(&mut self, place: usize, imm: Imm, bytes: u32) -> Result<(), Fault> {
+        let slot = &mut self.slots[place];
+        let length = u64::from(imm.plain) * u64::from(self.max_write) + u64::from(bytes);
+        slot.seen |= 1 << imm.portion;
+        slot.bytes += length;
+        if slot.bytes > slot.size {
+            let (bytes, size) = (slot.bytes, slot.size);
+            return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));
+        }
+        let seen = slot.seen;
+        let mut last = None;
+        if seen.count_ones() >= u32::from(imm.portions) {
+            slot.state = Entry::Free;
+            self.open -= 1;
+            self.requests[usize::from(slot.request)].sizes[usize::from(slot.member)] = slot.bytes;
+            last = slot.keys.take().map(|keys| (slot.request, keys, slot.bytes));
+        }
+        let Some(inbox) = &mut self.inbox else { return Ok(()) };
+        // SAFETY: GPU memory and shadow stay in place while the receive is open, by irecv's contract; no longer than that,
+        // as staged messages are no longer than 32 bits say.
+        let copied = unsafe { inbox.arrived(place, (imm.portion, length as u32), seen, last) };
+        copied.map_err(|fault| self.stop(fault))
     }
 
     /// Makes what arrived in `buffers` visible to the GPU, by a read on every rail (any may have brought a part). None:

@@ -12,7 +12,8 @@ use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
 use super::credit::{Credit, CreditRing, sequence};
 use super::hint::{self, Ledger};
 use super::imm::Imm;
-use super::split;
+use super::split::{self, Portion};
+use super::staging::{Outbox, Piece};
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RING, SEND_REQUESTS, SEND_WRS};
@@ -32,6 +33,8 @@ pub struct SenderParts<P> {
     pub spread: usize,
     /// Largest write, as agreed with the peer; not 0.
     pub max_write: u32,
+    /// Bytes of a portion where either end stages; not 0.
+    pub chunk: u64,
     /// The way of the count of hinted receives; None: there are none.
     pub count: Option<CountPath>,
 }
@@ -71,15 +74,6 @@ struct Request {
 /// The request of the count: behind those of sends.
 const COUNT: u8 = SEND_REQUESTS as u8;
 
-/// A share of a message for one QP.
-#[derive(Debug, Clone, Copy, Default)]
-struct Portion {
-    qp: usize,
-    length: u64,
-    /// At most [`SEND_WRS`].
-    writes: u32,
-}
-
 /// A message of the largest size, and a shorter write at the end of each portion.
 const _: () = assert!(SEND_WRS as usize + MAX_PORTIONS <= u8::MAX as usize);
 
@@ -98,6 +92,7 @@ pub struct Sender<P> {
     spread: usize,
     split_threshold: u64,
     max_write: u64,
+    chunk: u64,
     speed: [u32; MAX_RAILS],
     next_qp: usize,
     next_lane: usize,
@@ -112,6 +107,8 @@ pub struct Sender<P> {
     count: Option<CountPath>,
     /// The count is due, and waits for room or for the one before it.
     overdue: bool,
+    /// What is staged; None until the first is.
+    outbox: Option<Box<Outbox>>,
     fault: Option<Box<Fault>>,
     /// Completions of no open request: dropped, counted.
     stale: u64,
@@ -135,6 +132,7 @@ impl<P: Post> Sender<P> {
             spread: parts.spread.clamp(1, parts.lanes.qps.min(MAX_PORTIONS / parts.lanes.rails)),
             split_threshold: parts.split_threshold,
             max_write: u64::from(parts.max_write),
+            chunk: parts.chunk.max(1),
             speed: parts.speed,
             next_qp: 0,
             next_lane: 0,
@@ -145,6 +143,7 @@ impl<P: Post> Sender<P> {
             ledger: Ledger::default(),
             count: parts.count,
             overdue: false,
+            outbox: None,
             fault: None,
             stale: 0,
             post: parts.post,
@@ -209,6 +208,12 @@ impl<P: Post> Sender<P> {
         }
         let Some((position, credit)) = self.match_tag(tag) else { return Ok(None) };
         let size = size.min(credit.size);
+        // SAFETY: alive by this function's contract.
+        let registration = unsafe { keys.as_ref() };
+        if credit.piecewise || registration.staged(size).is_some() {
+            // SAFETY: this function's contract.
+            return unsafe { self.isend_pieces(data, size, keys, position, &credit) };
+        }
         if self.free_len == 0 {
             self.poll()?;
             if self.free_len == 0 {
@@ -245,8 +250,6 @@ impl<P: Post> Sender<P> {
         request.hinted = hinted;
         request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
         let generation = request.generation;
-        // SAFETY: alive by this function's contract.
-        let registration = unsafe { keys.as_ref() };
         registration.enter();
 
         let [low, high, ..] = sequence(position).to_le_bytes();
@@ -285,7 +288,14 @@ impl<P: Post> Sender<P> {
             self.bytes_out[rail] += length;
             offset += length;
         }
-        self.take(position, credit.n);
+        self.matched(index, position, credit.n, hinted)?;
+        Ok(Some(index))
+    }
+
+    /// A send was matched to a member of the group at the head.
+    #[inline(always)]
+    fn matched(&mut self, index: u8, position: u32, n: u8, hinted: bool) -> Result<(), Fault> {
+        self.take(position, n);
         if hinted {
             self.answered(index, position);
         }
@@ -295,7 +305,197 @@ impl<P: Post> Sender<P> {
                 self.catch_up()?;
             }
         }
+        Ok(())
+    }
+
+    /// A send where one of the ends stages, in chunks: they are posted now, or, of memory that has a shadow, as they are
+    /// copied.
+    ///
+    /// # Safety
+    /// As [`Self::isend`].
+    #[inline(never)] // off the path of what is not staged
+    unsafe fn isend_pieces(
+        &mut self,
+        data: u64,
+        size: u64,
+        keys: NonNull<Keys>,
+        position: u32,
+        credit: &Credit,
+    ) -> Result<Option<u8>, Fault> {
+        // SAFETY: alive by this function's contract.
+        let registration = unsafe { keys.as_ref() };
+        let shadow = registration.staged(size);
+        if self.outbox.is_none()
+            && let Some(shadow) = shadow
+        {
+            self.outbox = Some(Outbox::new(&shadow.copier));
+        }
+        let mut portions = [Portion::default(); MAX_PORTIONS];
+        let count = if credit.hinted {
+            portions[0] = self.one_way(size)?;
+            1
+        } else {
+            self.chunks(size, &mut portions)?
+        };
+        let portions = &portions[..count];
+        if !self.reserve(portions, shadow.is_some()) {
+            self.poll()?;
+            if !self.reserve(portions, shadow.is_some()) {
+                return Ok(None);
+            }
+        }
+
+        self.free_len -= 1;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.generation = request.generation.wrapping_add(1);
+        request.keys = Some(keys);
+        request.size = size;
+        request.position = position;
+        request.hinted = credit.hinted;
+        request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
+        let generation = request.generation;
+        registration.enter();
+
+        let [low, high, ..] = sequence(position).to_le_bytes();
+        let sequence = u16::from_le_bytes([low, high]);
+        let (local, lkeys) = shadow.map_or((data, &registration.lkeys), |s| (s.host(data), &s.lkeys));
+        let mut pieces = [Piece::default(); MAX_PORTIONS];
+        let mut offset = 0;
+        for (i, (piece, &portion)) in pieces.iter_mut().zip(portions).enumerate() {
+            let rail = portion.qp / self.lanes.qps;
+            let plain = portion.writes.saturating_sub(1) as u8;
+            let imm = Imm { sequence, portion: i as u8, portions: count as u8, plain };
+            *piece = Piece {
+                portion,
+                local: local.wrapping_add(offset),
+                remote: credit.address.wrapping_add(offset),
+                lkey: lkeys[rail],
+                rkey: self.credits.rkey(position, rail),
+                imm: (!credit.hinted).then(|| imm.pack()),
+                request: index,
+                generation,
+            };
+            offset += portion.length;
+        }
+        match (&mut self.outbox, shadow) {
+            (Some(outbox), Some(shadow)) => {
+                // SAFETY: the data are GPU memory that the shadow stands for; both stay until the request is done.
+                if let Err(fault) = unsafe { outbox.start(&pieces[..count], shadow.offset) } {
+                    return Err(self.stop(fault));
+                }
+            }
+            _ => pieces[..count].iter().try_for_each(|piece| self.post_piece(piece))?,
+        }
+        self.matched(index, position, credit.n, credit.hinted)?;
+        // Those of other sends may be ready.
+        self.post_copied()?;
         Ok(Some(index))
+    }
+
+    /// Cuts a message into chunks, each for the rail that would have it first; how many.
+    fn chunks(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
+        if size > self.largest() {
+            return Err(self.too_large(size));
+        }
+        let piece = split::piece(size, self.chunk, self.max_write);
+        let mut out = self.bytes_out;
+        let (mut left, mut count) = (size, 0);
+        loop {
+            let length = left.min(piece);
+            // The QP whose turn it is decides between equals.
+            let turn = self.next_qp / self.lanes.qps;
+            let rails = (0..self.lanes.rails).map(|i| (turn + i) % self.lanes.rails);
+            let finish = |&rail: &usize| u128::from(out[rail] + length) * 1000 / u128::from(self.speed[rail].max(1));
+            let rail = rails.min_by_key(finish).unwrap_or(0);
+            let qp = rail * self.lanes.qps + self.next_qp % self.lanes.qps;
+            self.next_qp = (self.next_qp + 1) % self.lanes.total();
+            portions[count] = Portion { qp, length, writes: split::writes(length, self.max_write) as u32 };
+            out[rail] += length;
+            left -= length;
+            count += 1;
+            if left == 0 {
+                return Ok(count);
+            }
+        }
+    }
+
+    /// Takes a request, the room of all portions, and of their copies; or nothing.
+    fn reserve(&mut self, portions: &[Portion], copied: bool) -> bool {
+        if self.free_len == 0 || copied && self.outbox.as_ref().is_some_and(|o| !o.has_room(portions.len())) {
+            return false;
+        }
+        for (i, portion) in portions.iter().enumerate() {
+            // Several may be on one QP.
+            if self.room[portion.qp] < portion.writes {
+                portions[..i].iter().for_each(|p| self.give_back(p));
+                return false;
+            }
+            self.room[portion.qp] -= portion.writes;
+            self.bytes_out[portion.qp / self.lanes.qps] += portion.length;
+        }
+        true
+    }
+
+    fn give_back(&mut self, portion: &Portion) {
+        self.room[portion.qp] += portion.writes;
+        self.bytes_out[portion.qp / self.lanes.qps] -= portion.length;
+    }
+
+    /// Posts the writes of a portion whose room was taken.
+    fn post_piece(&mut self, piece: &Piece) -> Result<(), Fault> {
+        let qp = piece.portion.qp;
+        let mut offset = 0;
+        for i in 1..=piece.portion.writes {
+            let last = i == piece.portion.writes;
+            let length = if last { piece.portion.length - offset } else { self.max_write };
+            let id = WrId {
+                kind: Kind::Data,
+                qp: qp as u8,
+                request: piece.request,
+                generation: piece.generation,
+                count: length as u32,
+            };
+            let w = WriteWr {
+                wr_id: id.pack(),
+                local: piece.local.wrapping_add(offset),
+                lkey: piece.lkey,
+                length: length as u32,
+                remote: piece.remote.wrapping_add(offset),
+                rkey: piece.rkey,
+                imm: piece.imm.filter(|_| last),
+                signaled: true,
+                inline: false,
+            };
+            // SAFETY: the range is registered and stays until the request is done, by isend's contract.
+            if let Err(e) = unsafe { self.post.write(qp, &w) } {
+                return Err(self.stop(Fault::Verb(e)));
+            }
+            self.wrs_out[qp / self.lanes.qps] += 1;
+            offset += length;
+        }
+        Ok(())
+    }
+
+    /// Posts what has been copied.
+    #[inline(never)]
+    fn post_copied(&mut self) -> Result<(), Fault> {
+        while let Some(piece) = self.outbox.as_mut().and_then(|outbox| outbox.copied()) {
+            let request = &self.requests[usize::from(piece.request)];
+            if self.fault.is_some() || request.generation != piece.generation || request.writes_left == 0 {
+                self.give_back(&piece.portion);
+                continue;
+            }
+            self.post_piece(&piece)?;
+        }
+        Ok(())
+    }
+
+    /// Whether copies can get done. Off the data path.
+    #[cold]
+    pub fn check_copies(&mut self) -> Result<(), Fault> {
+        let Some(outbox) = &self.outbox else { return Ok(()) };
+        outbox.copier.check().map_err(|why| self.stop(Fault::Copy(why)))
     }
 
     /// The writes of a portion but the last, whose length it returns. Each is retired by its own completion: there are few, and
@@ -589,6 +789,9 @@ impl<P: Post> Sender<P> {
     /// Takes what has completed on the rails that owe something.
     #[inline]
     pub fn poll(&mut self) -> Result<(), Fault> {
+        if self.outbox.is_some() {
+            self.post_copied()?;
+        }
         for rail in 0..self.lanes.rails {
             while self.wrs_out[rail] > 0 {
                 let mut batch = WcBatch::default();
@@ -640,6 +843,11 @@ impl<P: Post> Sender<P> {
     /// After the peer said that it closed in good order, having received every position before `received`: the sends that
     /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
     pub fn settle(&mut self, received: u32) -> bool {
+        // A copy may still read what NCCL frees when its request is done.
+        if let Some(Err(fault)) = self.outbox.as_ref().map(|outbox| outbox.settle()) {
+            self.stop(fault);
+            return false;
+        }
         let mut all = true;
         for request in self.requests[..SEND_REQUESTS].iter_mut().filter(|r| r.writes_left > 0) {
             // Positions before `received`, on a circle.

@@ -2,7 +2,7 @@
 //! is longer than a port's messages may be, into several writes.
 
 use super::credit::Stride;
-use super::{MAX_GROUP, MAX_RAILS, SEND_WRS};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, SEND_WRS};
 
 /// Shares are multiples of this, but for the last: LL128 lines stay whole.
 pub const ALIGN: u64 = 128;
@@ -11,6 +11,15 @@ pub const ALIGN: u64 = 128;
 const LONGEST: u32 = 1 << 31;
 /// What a port is taken for that does not say how long its messages may be.
 const UNTOLD: u32 = 1 << 30;
+/// A share of a message for one QP.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Portion {
+    pub(super) qp: usize,
+    pub(super) length: u64,
+    /// At most [`SEND_WRS`].
+    pub(super) writes: u32,
+}
+
 /// NCCL's NCCL_MAX_NET_SIZE_BYTES.
 pub const MAX_MESSAGE: u64 = 1 << 40;
 
@@ -36,6 +45,14 @@ pub fn largest_message(max_msg_sz: u32) -> u64 {
 #[inline]
 pub fn writes(length: u64, max_write: u64) -> u64 {
     length.div_ceil(max_write).max(1)
+}
+
+/// Length of the portions of a message that goes in chunks, the last being shorter: at most [`MAX_PORTIONS`], whole lines, and
+/// if longer than a write, whole writes, so that all of them fit one send queue if the message does.
+pub(super) fn piece(size: u64, chunk: u64, max_write: u64) -> u64 {
+    let count = size.div_ceil(chunk).clamp(1, MAX_PORTIONS as u64);
+    let length = size.div_ceil(count).next_multiple_of(ALIGN);
+    if length > max_write { length.next_multiple_of(max_write) } else { length }
 }
 
 /// Shares of `size` bytes by rail. A rail of speed `w` that still has `o` bytes outstanding finishes at `(o + share) / w`;
@@ -142,6 +159,17 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn pieces_are_few_and_fit_a_send_queue(size in 0u64..1 << 33, chunk in 128u64..1 << 20, max_write in prop::sample::select(vec![128u64, 512, 4096, 1 << 23, 1 << 31])) {
+            let size = size.min(max_write * u64::from(SEND_WRS));
+            let length = piece(size, chunk, max_write);
+            prop_assert!(length == 0 && size == 0 || length % ALIGN == 0 && size.div_ceil(length) <= MAX_PORTIONS as u64);
+            let whole = if length == 0 { 0 } else { size / length };
+            let wrs = whole * writes(length, max_write) + writes(size - whole * length, max_write);
+            prop_assert!(wrs <= u64::from(SEND_WRS) + 1);
+            prop_assert!(wrs <= u64::from(SEND_WRS) || size == whole * length, "the last is not empty");
+        }
+
         #[test]
         fn shares_add_up_and_are_aligned(size in 0u64..1 << 32, rails in 1usize..=8, speed in prop::array::uniform8(1u32..800_000), outstanding in prop::array::uniform8(0u64..1 << 34)) {
             let s = shares(size, rails, &speed, &outstanding);

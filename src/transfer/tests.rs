@@ -5,13 +5,15 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
 
 use super::credit::Stride;
 use super::credit::tests::{RingMemory, memory};
 use super::imm::Imm;
+use super::staging::{Copier, CopyWr, Shadow};
 use super::*;
 use crate::verbs::{VerbsError, Wc, WcBatch, WriteWr};
 
@@ -111,6 +113,7 @@ struct Pair {
     net: Rc<RefCell<Net>>,
     sender: Sender<End>,
     receiver: Receiver<End>,
+    lanes: Lanes,
     rings: [Box<RingMemory>; 2],
     /// The count at the sender, and at the receiver.
     words: [Box<AtomicU64>; 2],
@@ -154,6 +157,7 @@ fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u
         split_threshold: threshold,
         spread,
         max_write,
+        chunk: 1024,
         count: Some(path),
     });
     let receiver = Receiver::new(ReceiverParts {
@@ -168,32 +172,119 @@ fn pair_of(rails: usize, qps: usize, spread: usize, threshold: u64, max_write: u
         count: Some(NonNull::from(&*words[1])),
         can_flush: true,
     });
-    Pair { net, sender, receiver, rings, words }
+    Pair { net, sender, receiver, lanes, rings, words }
 }
 
 fn keys() -> Box<Keys> {
     Box::new(Keys::new([1; MAX_RAILS], [2; MAX_RAILS], true))
 }
 
+/// Copies when it is told to.
+#[derive(Debug, Default)]
+struct Late {
+    to_gpu: bool,
+    queue: Mutex<VecDeque<CopyWr>>,
+    reached: AtomicU32,
+    bytes: AtomicU64,
+}
+
+impl Copier for Late {
+    unsafe fn start(&self, copies: &[CopyWr]) -> Result<(), String> {
+        self.queue.lock().expect("no panic").extend(copies);
+        Ok(())
+    }
+
+    fn reached(&self) -> u32 {
+        self.reached.load(Ordering::Relaxed)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    fn settle(&self) -> Result<(), String> {
+        while self.step() {}
+        Ok(())
+    }
+}
+
+impl Late {
+    fn new(to_gpu: bool) -> Arc<Self> {
+        Arc::new(Self { to_gpu, ..Self::default() })
+    }
+
+    /// The oldest copy; false where there is none.
+    fn step(&self) -> bool {
+        let Some(copy) = self.queue.lock().expect("no panic").pop_front() else { return false };
+        let (from, to) = if self.to_gpu { (copy.host, copy.gpu) } else { (copy.gpu, copy.host) };
+        // SAFETY: the tests' memory is alive until the copy's request is done.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, copy.length as usize) };
+        self.bytes.fetch_add(copy.length, Ordering::Relaxed);
+        if let Some(mark) = copy.mark {
+            self.reached.store(mark, Ordering::Relaxed);
+        }
+        true
+    }
+}
+
+/// "GPU" memory, its shadow, and its keys.
+#[derive(Debug)]
+struct Memory {
+    bytes: Vec<u8>,
+    _shadow: Vec<u8>,
+    keys: Box<Keys>,
+}
+
+impl Memory {
+    /// Staged in messages of these sizes, if by anyone.
+    fn new(bytes: Vec<u8>, copier: Option<&Arc<Late>>, sizes: std::ops::Range<u64>) -> Self {
+        let shadow = vec![0xDDu8; bytes.len()];
+        let mut keys = Keys::new([1; MAX_RAILS], [2; MAX_RAILS], true);
+        if let Some(copier) = copier {
+            keys = keys.staged_by(Shadow {
+                offset: (shadow.as_ptr() as u64).wrapping_sub(bytes.as_ptr() as u64),
+                lkeys: [3; MAX_RAILS],
+                rkeys: [4; MAX_RAILS],
+                sizes,
+                copier: Arc::<Late>::clone(copier),
+            });
+        }
+        Self { bytes, _shadow: shadow, keys: Box::new(keys) }
+    }
+
+    fn keys(&self) -> NonNull<Keys> {
+        NonNull::from(&*self.keys)
+    }
+}
+
 fn byte(message: usize, offset: usize) -> u8 {
     (message.wrapping_mul(131) ^ offset.wrapping_mul(7) ^ offset >> 8) as u8
 }
 
+/// What stages: the sizes, at the sender and at the receiver.
+type Stages = [Option<std::ops::Range<u64>>; 2];
+
 /// Random groups of random sizes, sends in random order inside a window, random progress: every byte in its place, guard
 /// bytes untouched, sizes exact.
-fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
+fn play(seed: u64, mut p: Pair, groups: usize, hints: bool, stages: &Stages) {
     let mut rng = Rng(seed | 1);
-    let keys = keys();
-    let k = NonNull::from(&*keys);
+    let copiers = [Late::new(false), Late::new(true)];
+    // Bytes that each end has to copy.
+    let mut due = [0; 2];
+    let memory = |side: usize, bytes: Vec<u8>| {
+        let sizes = stages[side].clone();
+        Memory::new(bytes, sizes.as_ref().map(|_| &copiers[side]), sizes.unwrap_or_default())
+    };
+    let staged = |side: usize, size: usize| stages[side].as_ref().is_some_and(|sizes| sizes.contains(&(size as u64)));
     struct Open {
         request: u8,
         first: usize,
-        buffers: Vec<Vec<u8>>,
+        buffers: Vec<Memory>,
         posted: Vec<usize>,
     }
     impl Open {
         fn check(&self, sizes: &[usize]) {
-            for (m, buffer) in self.buffers.iter().enumerate() {
+            for (m, Memory { bytes: buffer, .. }) in self.buffers.iter().enumerate() {
                 let message = self.first + m;
                 for o in 0..sizes[message] {
                     assert_eq!(buffer[16 + o], byte(message, o), "message {message} byte {o}");
@@ -210,8 +301,8 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
     // Hinted: nobody tells when their data are there.
     let mut blind: Vec<Open> = Vec::new();
     // What remains to be sent: (message, tag, bytes).
-    let mut to_send: VecDeque<(usize, u32, Vec<u8>)> = VecDeque::new();
-    let mut sending: Vec<(u8, Vec<u8>, usize)> = Vec::new();
+    let mut to_send: VecDeque<(usize, u32, Memory)> = VecDeque::new();
+    let mut sending: Vec<(u8, Memory, usize)> = Vec::new();
     let mut sizes: Vec<usize> = Vec::new();
     let mut idle = 0;
     while posted_groups < groups || !open.is_empty() || !to_send.is_empty() || !sending.is_empty() {
@@ -231,22 +322,19 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
                         1 => size + rng.below(50),
                         _ => size,
                     };
-                    buffers.push(vec![0xEEu8; size + 32]);
+                    buffers.push(memory(1, vec![0xEEu8; size + 32]));
                     posted.push(size);
                     let message = next_message + member;
                     sizes.push(sent.min(size));
-                    sends.push((
-                        message,
-                        (member % 3) as u32,
-                        (0..sent).map(|o| byte(message, o)).collect::<Vec<u8>>(),
-                    ));
+                    let data = (0..sent).map(|o| byte(message, o)).collect::<Vec<u8>>();
+                    sends.push((message, (member % 3) as u32, memory(0, data)));
                 }
                 let b: Vec<Buffer> = (0..n)
                     .map(|m| Buffer {
-                        address: buffers[m].as_mut_ptr() as u64 + 16,
+                        address: buffers[m].bytes.as_mut_ptr() as u64 + 16,
                         size: posted[m] as u64,
                         tag: (m % 3) as u32,
-                        keys: k,
+                        keys: buffers[m].keys(),
                     })
                     .collect();
                 let hinted = n == 1 && hints && rng.below(4) > 0;
@@ -258,7 +346,12 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
                 };
                 if let Some(request) = request.expect("no fault") {
                     let group = Open { request, first: next_message, buffers, posted };
-                    if hinted {
+                    for m in 0..n {
+                        if staged(1, group.posted[m]) {
+                            due[1] += sizes[next_message + m];
+                        }
+                    }
+                    if hinted && !staged(1, group.posted[0]) {
                         let sizes = &[group.posted[0] as u64][..];
                         assert_eq!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes });
                         blind.push(group);
@@ -280,10 +373,14 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
                     let tag = to_send[pick].1;
                     let pick = to_send.iter().position(|s| s.1 == tag).expect("there is one");
                     let (message, tag, data) = &to_send[pick];
+                    let (address, size) = (data.bytes.as_ptr() as u64, data.bytes.len() as u64);
                     // SAFETY: the data live in `sending` until the send is done.
-                    let sent = unsafe { p.sender.isend(data.as_ptr() as u64, data.len() as u64, *tag, k) };
+                    let sent = unsafe { p.sender.isend(address, size, *tag, data.keys()) };
                     if let Some(request) = sent.expect("no fault") {
                         let message = *message;
+                        if staged(0, sizes[message]) {
+                            due[0] += sizes[message];
+                        }
                         let (_, _, data) = to_send.remove(pick).expect("picked");
                         sending.push((request, data, message));
                         idle = 0;
@@ -292,13 +389,15 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
             }
             2 => {
                 p.net.borrow_mut().step(&mut rng);
+                // The copy engines are as slow as the wire, more or less.
+                copiers[rng.below(2)].step();
             }
             _ => {
                 if !sending.is_empty() {
                     let i = rng.below(sending.len());
                     if let SendProgress::Done { size } = p.sender.test(sending[i].0).expect("no fault") {
-                        let (_, _, message) = sending.swap_remove(i);
-                        assert_eq!(size as usize, sizes[message]);
+                        let (_, data, message) = sending.swap_remove(i);
+                        assert_eq!((size as usize, data.keys.in_flight()), (sizes[message], 0));
                     }
                 }
                 if !open.is_empty() {
@@ -308,6 +407,7 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
                         assert_eq!(got.len(), group.buffers.len());
                         for (m, &got) in got.iter().enumerate() {
                             assert_eq!(got as usize, sizes[group.first + m], "size of member {m}");
+                            assert_eq!(group.buffers[m].keys.in_flight(), 0);
                         }
                         group.check(&sizes);
                         idle = 0;
@@ -318,10 +418,15 @@ fn play(seed: u64, mut p: Pair, groups: usize, hints: bool) {
     }
     // Every send is acknowledged, so their bytes are there.
     blind.iter().for_each(|group| group.check(&sizes));
-    assert_eq!(keys.in_flight(), 0);
-    assert!((keys.hinted_in_flight() > 0) <= hints && keys.hinted_in_flight() <= RING as u32);
+    assert_eq!(blind.iter().map(|group| group.buffers[0].keys.in_flight()).sum::<u32>(), 0);
+    let hinted: u32 = blind.iter().map(|group| group.buffers[0].keys.hinted_in_flight()).sum();
+    assert!((hinted > 0) <= hints && hinted <= RING as u32);
     assert_eq!(p.sender.stale(), 0);
     assert_eq!((p.sender.open(), p.receiver.open()), (0, 0));
+    assert_eq!(copiers.map(|copier| copier.bytes.load(Ordering::Relaxed) as usize), due);
+    for (qp, lanes) in (0..p.lanes.total()).map(|qp| (qp, p.lanes)) {
+        assert!(p.sender.room(qp) >= SEND_WRS - 1, "room of QP {qp} of {lanes:?} is given back, but for a count's");
+    }
 }
 
 proptest! {
@@ -335,7 +440,7 @@ proptest! {
         threshold in prop::sample::select(vec![0u64, 256, 4096]),
         max_write in prop::sample::select(vec![512u32, 1024, 4096, 1 << 31]),
     ) {
-        play(seed, pair_of(rails, qps, if split { qps } else { 1 }, threshold, max_write), 60, false);
+        play(seed, pair_of(rails, qps, if split { qps } else { 1 }, threshold, max_write), 60, false, &[None, None]);
     }
 
     #[test]
@@ -345,7 +450,23 @@ proptest! {
         qps in 1usize..=2,
         max_write in prop::sample::select(vec![512u32, 1 << 31]),
     ) {
-        play(seed, pair_of(rails, qps, qps, 4096, max_write), 700, true);
+        play(seed, pair_of(rails, qps, qps, 4096, max_write), 700, true, &[None, None]);
+    }
+
+    /// Either end or both, all messages or some, copies late and out of step with the wire.
+    #[test]
+    fn staged_and_other_messages_mix(
+        seed: u64,
+        rails in 1usize..=3,
+        qps in 1usize..=4,
+        threshold in prop::sample::select(vec![256u64, 4096]),
+        max_write in prop::sample::select(vec![512u32, 1 << 31]),
+        sizes in prop::sample::select(vec![(1u64, u64::MAX), (640, u64::MAX), (1, 640), (100, 3001)]),
+        which in 1usize..4,
+        hints: bool,
+    ) {
+        let stages = [0, 1].map(|side| (which >> side & 1 == 1).then(|| sizes.0..sizes.1));
+        play(seed, pair_of(rails, qps, 1, threshold, max_write), if hints { 700 } else { 80 }, hints, &stages);
     }
 }
 
@@ -449,6 +570,7 @@ fn hints_that_break_the_rules_are_refused() {
         split_threshold: 1 << 14,
         spread: 1,
         max_write: 4096,
+        chunk: 1024,
         count: None,
     });
     // SAFETY: as above.
@@ -534,6 +656,7 @@ fn the_largest_message_fits_whatever_the_shares() {
             split_threshold: 1 << 14,
             spread: 1,
             max_write: 4096,
+            chunk: 1024,
             count: None,
         });
         let (keys, most) = (keys(), largest_message(4096));

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::verbs::{Cq, Failure, Qp, Rts, VerbsError, Wc, WcBatch, WriteWr};
 
 use super::MAX_RAILS;
+use super::staging::Shadow;
 
 /// The keys of one registration on every rail of a connection, and how much traffic uses it.
 #[derive(Debug, Default)]
@@ -14,6 +15,8 @@ pub struct Keys {
     pub rkeys: [u32; MAX_RAILS],
     /// Whether what arrives there is flushed: the registration then allows remote reads.
     pub flushed: bool,
+    /// Where messages that are staged go instead.
+    shadow: Option<Box<Shadow>>,
     flight: Flight,
     /// Hinted receives: done for NCCL, but what the peer has not counted may still land.
     hinted: Flight,
@@ -21,7 +24,23 @@ pub struct Keys {
 
 impl Keys {
     pub fn new(lkeys: [u32; MAX_RAILS], rkeys: [u32; MAX_RAILS], flushed: bool) -> Self {
-        Self { lkeys, rkeys, flushed, flight: Flight::default(), hinted: Flight::default() }
+        Self { lkeys, rkeys, flushed, shadow: None, flight: Flight::default(), hinted: Flight::default() }
+    }
+
+    /// The same with a shadow.
+    pub fn staged_by(mut self, shadow: Shadow) -> Self {
+        self.shadow = Some(Box::new(shadow));
+        self
+    }
+
+    pub fn may_stage(&self) -> bool {
+        self.shadow.is_some()
+    }
+
+    /// The shadow, if a message of this size goes through it.
+    #[inline]
+    pub(super) fn staged(&self, size: u64) -> Option<&Shadow> {
+        self.shadow.as_deref().filter(|shadow| shadow.takes(size))
     }
 
     /// Requests that use the registration now.
@@ -237,6 +256,9 @@ pub enum Fault {
     /// A verb of the data path was refused.
     #[error("{0}")]
     Verb(#[from] VerbsError),
+    /// A copy between GPU and host memory was refused.
+    #[error("staging: {0}")]
+    Copy(String),
     /// The peer sent what its protocol version does not allow.
     #[error("{0}")]
     Protocol(String),

@@ -15,8 +15,12 @@ use super::library::{DeviceList, Library};
 const IBV_QPF_GRH_REQUIRED: u32 = 1;
 
 /// What the engine needs to know of a device (`man ibv_query_device`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DeviceAttr {
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    /// Version, as the vendor writes it.
+    pub firmware: String,
     /// In host byte order.
     pub node_guid: u64,
     /// In host byte order; shared by the functions of one chip.
@@ -135,7 +139,11 @@ impl Context {
         // SAFETY: all-zero is a valid value and the call filled it.
         let attr = unsafe { attr.assume_init() };
         let unsigned = |v: c_int| u32::try_from(v).unwrap_or(0);
+        let firmware: Vec<u8> = attr.fw_ver.iter().map(|c| c.cast_unsigned()).take_while(|c| *c != 0).collect();
         Ok(DeviceAttr {
+            vendor_id: attr.vendor_id,
+            vendor_part_id: attr.vendor_part_id,
+            firmware: String::from_utf8_lossy(&firmware).into_owned(),
             node_guid: u64::from_be(attr.node_guid),
             sys_image_guid: u64::from_be(attr.sys_image_guid),
             ports: attr.phys_port_cnt,

@@ -17,7 +17,7 @@ pub struct VerbsError {
 }
 
 impl VerbsError {
-    pub(super) fn new(verb: &'static str, device: &str, errno: i32) -> Self {
+    pub(crate) fn new(verb: &'static str, device: &str, errno: i32) -> Self {
         let detail = if errno == libc::ENOMEM { memlock_hint() } else { String::new() };
         Self { verb, device: device.to_owned(), errno, detail }
     }

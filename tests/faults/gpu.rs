@@ -71,6 +71,151 @@ machines! {
     a_verb_that_is_hidden: [], "gpu_dmabuf = true\nhide = [\"reg_dmabuf_mr\"]", [] => HOST, ["Operation not supported"];
 }
 
+const SWITCH: &str = "sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0";
+const FAR: &str = "sys/devices/pci0000:c0/0000:c0:01.0/0000:c1:00.0";
+/// Where the fabric file says that the adapter is.
+const PLACE: &str =
+    "pci_path = \"/sys/devices/pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:01.0/0000:84:00.0\"\ngpu_dmabuf = true";
+/// A port of 400 Gb/s.
+const RATE: &str = "rate_gbps = 400";
+
+/// A machine with the adapter and a GPU below one switch, a GPU at the other CPU, and these files besides or instead.
+fn with_gpus(room: &Room, files: &[(&str, &[u8])]) {
+    let root = room.path("root");
+    let put = |name: &str, bytes: &[u8]| {
+        let file = root.join(name);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(file, bytes).unwrap();
+    };
+    let (nic, near) = (format!("{SWITCH}/0000:82:01.0/0000:84:00.0"), format!("{SWITCH}/0000:82:00.0/0000:83:00.0"));
+    let link = [("current_link_speed", "16.0 GT/s PCIe"), ("max_link_speed", "16.0 GT/s PCIe")];
+    for (name, text) in link.into_iter().chain([("current_link_width", "16"), ("max_link_width", "16")]) {
+        put(&format!("{nic}/{name}"), text.as_bytes());
+    }
+    for (gpu, node, bus) in [(near.as_str(), "0", "0000:83:00.0"), (FAR, "1", "0000:c1:00.0")] {
+        let window = "0x0 0x0 0x0\n0x200000000000 0x201fffffffff 0x14220c\n";
+        let files = [("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", node), ("resource", window)];
+        for (name, text) in files {
+            put(&format!("{gpu}/{name}"), text.as_bytes());
+        }
+        put(&format!("proc/driver/nvidia/gpus/{bus}/information"), b"Model: \t\t NVIDIA H200\n");
+        let bus_folder = root.join("sys/bus/pci/devices");
+        std::fs::create_dir_all(&bus_folder).unwrap();
+        std::os::unix::fs::symlink(root.join(gpu), bus_folder.join(bus)).unwrap();
+    }
+    put(&format!("{nic}/numa_node"), b"0");
+    for (name, bytes) in files {
+        put(name, bytes);
+    }
+}
+
+/// Lines that the plugin printed at start on such a machine.
+fn told_at_start(room: &Room, files: &[(&str, &[u8])]) -> (Vec<String>, Vec<String>) {
+    with_gpus(room, files);
+    on_machine(room, &[]);
+    (infos(), warnings())
+}
+
+fn contains(lines: &[String], parts: &[&str]) {
+    assert!(lines.iter().any(|l| parts.iter().all(|p| l.contains(p))), "{parts:?} is missing: {lines:#?}");
+}
+
+#[test]
+fn each_nic_and_gpu_is_told_with_its_way() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |room| {
+        let (infos, warnings) = told_at_start(room, &[]);
+        contains(
+            &infos,
+            &["soft0 (0x50f7:1, firmware soft-hca", "400 Gb/s) at 0000:84:00.0, NUMA node 0, PCIe 16 GT/s x16"],
+        );
+        contains(&infos, &["GPU 0000:83:00.0 (NVIDIA H200, Hopper), NUMA node 0, BAR1 128 GiB"]);
+        contains(
+            &infos,
+            &["soft0 and GPU 0000:83:00.0: PIX", "GPUDirect (rule: GPUDirect is open (dma-buf), distance PIX)"],
+        );
+        contains(&infos, &["soft0 and GPU 0000:c1:00.0: SYS", "NCCL decides by NCCL_NET_GDR_LEVEL"]);
+        contains(&infos, &["soft0: PCIe 16 GT/s x16: PCIe limits to about 252 Gb/s, the port has 400"]);
+        contains(&infos, &["soft0 and GPU 0000:83:00.0: whether ACS redirects", "0000:82:00.0: ACS unknown"]);
+        assert_eq!(warnings, Vec::<String>::new());
+    });
+}
+
+/// V17, V18, N51.
+#[test]
+fn what_makes_gpudirect_slow_or_fail_is_a_warning() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    let env = [("NCCL_NET_RDMA_GPU_PATH", "gdr")];
+    alone(&Setting { fabric: Some(&fabric), env: &env }, |room| {
+        // Extended capabilities: ACS alone, with what redirects set.
+        let mut config = vec![0; 4096];
+        for (at, word) in [(0x100, 0x000du16), (0x102, 0x0001), (0x104, 0x001f), (0x106, 0x001d)] {
+            config[at..at + 2].copy_from_slice(&word.to_le_bytes());
+        }
+        let (_, warnings) = told_at_start(
+            room,
+            &[
+                (&format!("{SWITCH}/0000:82:01.0/0000:84:00.0/current_link_width"), b"8"),
+                (&format!("{SWITCH}/0000:82:00.0/config"), &config),
+                (
+                    &format!("{SWITCH}/0000:82:00.0/0000:83:00.0/resource"),
+                    b"0x0 0x0 0x0\n0xd0000000 0xdfffffff 0x14220c\n",
+                ),
+            ],
+        );
+        contains(&warnings, &["soft0: PCIe 16 GT/s x8 of 16 GT/s x16: PCIe limits to about 126 Gb/s", "trained low"]);
+        contains(
+            &warnings,
+            &["soft0 and GPU 0000:83:00.0: ACS redirects", "0000:82:00.0: ACS 0x001d (SrcValid ReqRedir"],
+        );
+        contains(&warnings, &["GPU 0000:83:00.0: BAR1 has 256 MiB"]);
+        contains(&warnings, &["GPU 0000:c1:00.0: its nearest NIC is SYS apart"]);
+        assert_eq!(warnings.len(), 4, "{warnings:#?}");
+    });
+}
+
+fn profile(gpu: &str) -> String {
+    format!(
+        r#"{{"version": 1, "made_by": "a test", "adapter": "soft-hca", "pairs": [{{
+            "nic": {{"name": "soft0", "model": "0x50f7:1", "firmware": "soft-hca", "port_gbps": 400.0}},
+            "gpu": {{"name": "{gpu}", "compute_capability": "9.0", "bus_id": "0000:83:00.0"}},
+            "distance": "PIX", "link": "", "sizes": [],
+            "rules": [{{"from": 0, "to": 65536, "path": "gdr"}}, {{"from": 65536, "to": null, "path": "staging"}}]}}]}}"#
+    )
+}
+
+#[test]
+fn auto_follows_a_profile_of_this_hardware() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    let env = [("NCCL_NET_RDMA_PROFILE", "profile.json")];
+    alone(&Setting { fabric: Some(&fabric), env: &env }, |room| {
+        room.put("profile.json", profile("NVIDIA H200").as_bytes());
+        std::env::set_current_dir(room.path(".")).unwrap();
+        let (infos, warnings) = told_at_start(room, &[]);
+        let rule =
+            "GPUDirect, staging from 65536 bytes on (rule: profile profile.json: staging is best from 65536 bytes on";
+        contains(&infos, &["soft0 and GPU 0000:83:00.0: PIX", rule]);
+        contains(&infos, &["soft0 and GPU 0000:c1:00.0: SYS", "GPUDirect is open (dma-buf)"]);
+        assert_eq!(warnings, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn a_profile_that_does_not_fit_is_a_warning() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    let env = [("NCCL_NET_RDMA_PROFILE", "profile.json")];
+    alone(&Setting { fabric: Some(&fabric), env: &env }, |room| {
+        room.put("profile.json", profile("NVIDIA A100-SXM4-80GB").as_bytes());
+        std::env::set_current_dir(room.path(".")).unwrap();
+        let (infos, warnings) = told_at_start(room, &[]);
+        assert_eq!(warnings.len(), 1, "{warnings:#?}");
+        let parts =
+            ["NCCL_NET_RDMA_PROFILE is not used: profile.json is of other hardware", "auto goes on by its defaults"];
+        contains(&warnings, &parts);
+        contains(&infos, &["soft0 and GPU 0000:83:00.0: PIX", "GPUDirect is open (dma-buf)"]);
+    });
+}
+
 /// What any rail lacks, the group lacks.
 #[test]
 fn a_group_takes_what_all_its_rails_take() {
@@ -228,6 +373,28 @@ fn bytes_travel_between_dma_bufs() {
         }
         plugin.close((send, recv));
         assert_eq!(warnings(), Vec::<String>::new());
+    });
+}
+
+/// Connections that get the same dma-buf have one region of it on each NIC; another export is another.
+#[test]
+fn one_dma_buf_is_registered_once() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", MODEL, "")]);
+    alone(&Setting { fabric: Some(&fabric), ..Setting::default() }, |_| {
+        let plugin = Plugin::started();
+        let pairs = [plugin.pair(0, 0), plugin.pair(0, 0)];
+        let (mut memory, mut other) = (Modelled::new(10_000), Modelled::new(10_000));
+        let handles = pairs.map(|(send, _)| memory.register(&plugin, send, 0).unwrap());
+        let another = other.register(&plugin, pairs[0].0, 0).unwrap();
+        for ((send, _), handle) in pairs.into_iter().zip(handles) {
+            plugin.dereg_mr(send, handle);
+        }
+        plugin.dereg_mr(pairs[0].0, another);
+        for pair in pairs {
+            plugin.close(pair);
+        }
+        let told = infos().into_iter().find(|l| l.contains("last connection closed")).unwrap();
+        assert!(told.contains("2 memory regions registered, 1 times shared"), "{told}");
     });
 }
 

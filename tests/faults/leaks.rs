@@ -151,3 +151,36 @@ fn what_a_connection_held_is_free_for_the_next() {
         }
     });
 }
+
+/// Resident memory, bytes.
+fn resident() -> usize {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    4096 * statm.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap()
+}
+
+/// As a program does that registers its own buffers around each operation.
+#[test]
+fn ten_thousand_registrations_leave_no_memory_behind() {
+    alone(&Setting { fabric: Some(&two()), ..Setting::default() }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 1);
+        let data = pattern(64 * 4096);
+        let rounds = |n: usize| {
+            for i in 0..n {
+                let part = &data[i % 64 * 4096..][..4096];
+                let (one, other) = (plugin.reg_mr(pair.0, part).unwrap(), plugin.reg_mr(pair.1, part).unwrap());
+                plugin.dereg_mr(pair.0, one);
+                plugin.dereg_mr(pair.1, other);
+            }
+        };
+        rounds(1000);
+        let before = resident();
+        rounds(10_000);
+        let grown = resident().saturating_sub(before);
+        assert!(grown < 1 << 20, "{grown} bytes more");
+        plugin.close(pair);
+        let told = crate::plugin::infos().into_iter().find(|l| l.contains("soft0: last connection closed")).unwrap();
+        assert!(told.contains("11000 memory regions registered, 0 times shared, 0 refused"), "{told}");
+        assert!(told.ends_with("at most 1 at once, 0 of 0 bytes now"), "{told}");
+    });
+}

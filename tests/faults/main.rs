@@ -4,6 +4,9 @@
 #[cfg(test)]
 mod alive;
 #[cfg(test)]
+#[path = "../cuda/mod.rs"]
+mod cuda;
+#[cfg(test)]
 mod devices;
 #[cfg(test)]
 mod errors;
@@ -21,6 +24,8 @@ mod rig;
 mod service;
 #[cfg(test)]
 mod setup;
+#[cfg(test)]
+mod staging;
 #[cfg(test)]
 mod stall;
 #[cfg(test)]

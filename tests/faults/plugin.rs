@@ -286,10 +286,14 @@ impl Plugin {
     }
 
     pub(crate) fn reg_mr_as(&self, comm: Comm, data: &[u8], kind: c_int) -> Result<Comm, ncclResult_t> {
+        self.reg_mr_at(comm, data.as_ptr().cast_mut().cast(), data.len(), kind)
+    }
+
+    /// Of memory that may be a GPU's.
+    pub(crate) fn reg_mr_at(&self, comm: Comm, at: *mut c_void, len: usize, kind: c_int) -> Result<Comm, ncclResult_t> {
         let mut handle = ptr::null_mut();
-        let at = data.as_ptr().cast_mut().cast();
         // SAFETY: an open comm, memory that the caller keeps until deregistration, one pointer to write.
-        ok(unsafe { self.table.regMr.unwrap()(comm, at, data.len(), kind, &raw mut handle) })?;
+        ok(unsafe { self.table.regMr.unwrap()(comm, at, len, kind, &raw mut handle) })?;
         assert!(!handle.is_null());
         Ok(handle)
     }
@@ -302,10 +306,21 @@ impl Plugin {
         offset: u64,
         fd: BorrowedFd<'_>,
     ) -> Result<Comm, ncclResult_t> {
+        self.reg_dma_buf_at(comm, data.as_ptr().cast_mut().cast(), data.len(), offset, fd)
+    }
+
+    pub(crate) fn reg_dma_buf_at(
+        &self,
+        comm: Comm,
+        at: *mut c_void,
+        len: usize,
+        offset: u64,
+        fd: BorrowedFd<'_>,
+    ) -> Result<Comm, ncclResult_t> {
         let mut handle = ptr::null_mut();
-        let (at, register) = (data.as_ptr().cast_mut().cast(), self.table.regMrDmaBuf.unwrap());
+        let register = self.table.regMrDmaBuf.unwrap();
         // SAFETY: an open comm and descriptor, one pointer to write.
-        ok(unsafe { register(comm, at, data.len(), CUDA, offset, fd.as_raw_fd(), &raw mut handle) })?;
+        ok(unsafe { register(comm, at, len, CUDA, offset, fd.as_raw_fd(), &raw mut handle) })?;
         assert!(!handle.is_null());
         Ok(handle)
     }
@@ -340,9 +355,18 @@ impl Plugin {
         tag: c_int,
         memory: Comm,
     ) -> Result<Option<Comm>, ncclResult_t> {
+        self.isend_at(comm, (data.as_ptr().cast_mut().cast(), data.len()), tag, memory)
+    }
+
+    pub(crate) fn isend_at(
+        &self,
+        comm: Comm,
+        (at, len): (*mut c_void, usize),
+        tag: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
         let mut request = ptr::null_mut();
-        let size = c_int::try_from(data.len()).unwrap();
-        let at = data.as_ptr().cast_mut().cast();
+        let size = c_int::try_from(len).unwrap();
         // SAFETY: registered memory that the caller keeps until the request is done.
         ok(unsafe { self.table.isend.unwrap()(comm, at, size, tag, memory, &raw mut request) })?;
         Ok((!request.is_null()).then_some(request))
@@ -356,9 +380,19 @@ impl Plugin {
         tag: c_int,
         memory: Comm,
     ) -> Result<Option<Comm>, ncclResult_t> {
+        self.irecv_at(comm, (data.as_mut_ptr().cast(), data.len()), tag, memory)
+    }
+
+    pub(crate) fn irecv_at(
+        &self,
+        comm: Comm,
+        (at, len): (*mut c_void, usize),
+        tag: c_int,
+        memory: Comm,
+    ) -> Result<Option<Comm>, ncclResult_t> {
         let mut request = ptr::null_mut();
-        let (mut at, mut memory, mut tag) = (data.as_mut_ptr().cast(), memory, tag);
-        let mut size = c_int::try_from(data.len()).unwrap();
+        let (mut at, mut memory, mut tag) = (at, memory, tag);
+        let mut size = c_int::try_from(len).unwrap();
         let irecv = self.table.irecv.unwrap();
         // SAFETY: as in isend; arrays of one.
         ok(unsafe { irecv(comm, 1, &raw mut at, &raw mut size, &raw mut tag, &raw mut memory, &raw mut request) })?;

@@ -184,8 +184,8 @@ pub(super) fn loopback(rank: &Rank<'_>, plugin: &Plugin, sizes: &[usize]) -> any
         thread::yield_now();
     }
     plugin.close_listen(Some(listener))?;
-    let mut out = Outgoing::new(send.context("no comm")?, 0, 1)?;
-    let mut inn = Incoming::new(recv.context("no comm")?, 0, 1)?;
+    let mut out = Outgoing::new(send.context("no comm")?, 0, 1, rank.options.memory[0])?;
+    let mut inn = Incoming::new(recv.context("no comm")?, 0, 1, rank.options.memory[1])?;
     let flow = || Flow::plain(sizes, 0);
     exchange(plugin, &mut [(&mut out, flow())], &mut [(&mut inn, flow())], Manner::default(), rank.deadline)?;
     out.close(plugin)?;

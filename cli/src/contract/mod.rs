@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::abi::{MAX_GROUP, Plugin, Properties, Version};
+use crate::abi::{MAX_GROUP, Place, Plugin, Properties, Version};
 use crate::hosts::Meeting;
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
@@ -33,6 +33,8 @@ pub(crate) struct Options {
     pub seed: u64,
     /// Fewer rounds, nothing above 1 MiB.
     pub quick: bool,
+    /// Where what is sent is, and what is received; small special cases stay in host memory.
+    pub memory: [Place; 2],
     pub same_host: bool,
     /// Bound of one case.
     pub time_limit: Duration,
@@ -261,9 +263,11 @@ impl Rank<'_> {
             name.bytes().fold(random.next(), |key, b| key.rotate_left(7) ^ u64::from(b))
         };
         let out = wires.sends.into_iter().zip(to);
-        let out = out.map(|(comm, l)| Outgoing::new(comm, l.peer, key(self.rank, l.peer, &l.name)));
+        let out =
+            out.map(|(comm, l)| Outgoing::new(comm, l.peer, key(self.rank, l.peer, &l.name), self.options.memory[0]));
         let inn = wires.recvs.into_iter().zip(from);
-        let inn = inn.map(|(comm, l)| Incoming::new(comm, l.peer, key(l.peer, self.rank, &l.name)));
+        let inn =
+            inn.map(|(comm, l)| Incoming::new(comm, l.peer, key(l.peer, self.rank, &l.name), self.options.memory[1]));
         let (out, inn) = (out.collect::<Result<_, _>>()?, inn.collect::<Result<_, _>>()?);
         self.barrier()?;
         Ok((out, inn))

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 
-use crate::abi::{Buffer, Memory, Plugin, RecvComm, Request, SendComm, SendSize, Slot};
+use crate::abi::{Buffer, Memory, Place, Plugin, RecvComm, Request, SendComm, SendSize, Slot};
 
 /// Free space on both sides of every buffer; it must keep [`BACKGROUND`].
 const GUARD: usize = 64;
@@ -160,13 +160,14 @@ impl Default for Manner {
 /// Registered memory of one comm, grown at need.
 #[derive(Debug)]
 struct Arena {
+    place: Place,
     buffer: Buffer,
     memory: Option<Memory>,
 }
 
 impl Arena {
-    fn new() -> anyhow::Result<Self> {
-        Ok(Self { buffer: Buffer::new(0)?, memory: None })
+    fn new(place: Place) -> anyhow::Result<Self> {
+        Ok(Self { place, buffer: Buffer::at_place(place, 0)?, memory: None })
     }
 
     /// Room for buffers of these sizes, at uneven addresses, with guards between; everything is background.
@@ -188,7 +189,7 @@ impl Arena {
             if let Some(old) = self.memory.take() {
                 release(old)?;
             }
-            self.buffer = Buffer::new(end)?;
+            self.buffer = Buffer::at_place(self.place, end)?;
             self.memory = Some(register(&self.buffer)?);
         }
         self.buffer.bytes_mut().fill(BACKGROUND);
@@ -230,8 +231,8 @@ pub(super) struct Incoming {
 
 impl Outgoing {
     /// `key` makes the pattern of this connection; both ends must use the same.
-    pub(super) fn new(comm: SendComm, peer: usize, key: u64) -> anyhow::Result<Self> {
-        Ok(Self { comm, peer, key, arena: Arena::new()? })
+    pub(super) fn new(comm: SendComm, peer: usize, key: u64, place: Place) -> anyhow::Result<Self> {
+        Ok(Self { comm, peer, key, arena: Arena::new(place)? })
     }
 
     pub(super) fn close(mut self, plugin: &Plugin) -> anyhow::Result<()> {
@@ -243,8 +244,8 @@ impl Outgoing {
 }
 
 impl Incoming {
-    pub(super) fn new(comm: RecvComm, peer: usize, key: u64) -> anyhow::Result<Self> {
-        Ok(Self { comm, peer, key, arena: Arena::new()? })
+    pub(super) fn new(comm: RecvComm, peer: usize, key: u64, place: Place) -> anyhow::Result<Self> {
+        Ok(Self { comm, peer, key, arena: Arena::new(place)? })
     }
 
     pub(super) fn close(mut self, plugin: &Plugin) -> anyhow::Result<()> {

@@ -27,6 +27,13 @@ pub(crate) struct Args {
     /// Have NCCL flush received GPU data also on GPUs that need none (NCCL_NET_FORCE_FLUSH=1)
     #[arg(long)]
     flush: bool,
+    /// Register the buffers with the communicator (ncclCommRegister), so that the network takes them without NCCL's own
+    /// in between; NCCL's log must say that it does
+    #[arg(long)]
+    register: bool,
+    /// Besides, capture each operation in a CUDA graph and replay it with other data, checked each time
+    #[arg(long)]
+    graph: bool,
     /// What NCCL does (may be given more than once)
     #[arg(long = "op", value_enum, value_delimiter = ',', default_value = "all-reduce")]
     operations: Vec<Operation>,
@@ -85,6 +92,8 @@ pub(crate) struct Job {
     kinds: Vec<Kind>,
     sizes: Vec<usize>,
     iters: usize,
+    register: bool,
+    graph: bool,
 }
 
 /// What a rank reports per operation, size and type: seconds and wrong elements, out of place and in place.
@@ -117,6 +126,11 @@ const ROWS: Table = Table(&[
     ("busbw", 7),
     ("#wrong", 6),
 ]);
+
+/// Times that a graph is replayed.
+const REPLAYS: usize = 3;
+/// Registered buffers are of whole pages of the GPU.
+const PAGE: usize = 2 << 20;
 
 /// NCCL can take none of the paths that were asked for: nothing is known about right or wrong.
 #[derive(Debug)]
@@ -177,6 +191,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             kinds: args.kinds.clone(),
             sizes,
             iters: usize::try_from(args.iters)?,
+            register: args.register,
+            graph: args.graph,
         },
     };
     println!("NCCL {version}, {} ranks on GPU {} ({gpu}), network {}", args.ranks, common.device, args.net);
@@ -188,6 +204,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             net: args.net.clone(),
             path,
             flush: args.flush,
+            register: args.register,
+            graph: args.graph,
             ranks: usize::from(args.ranks),
             placement: placement.clone(),
         };
@@ -299,7 +317,10 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let comm = super::join(&nccl, seat, mail, "unique id")?;
     // Where elements are dealt out each rank has at least one, of 8 bytes at most.
     let most = job.sizes.iter().copied().max().unwrap_or(0).max(8 * ranks);
-    let (input, output) = (gpu.alloc(most)?, gpu.alloc(most)?);
+    // Whole pages, which a dma-buf of a registered buffer is made of.
+    let room = if job.register { most.next_multiple_of(PAGE) } else { most };
+    let (input, output) = (gpu.alloc(room)?, gpu.alloc(room)?);
+    let registered = if job.register { vec![comm.register(&input)?, comm.register(&output)?] } else { Vec::new() };
     let mut bytes = vec![0; most];
     for &operation in &job.operations {
         for (round, &size) in job.sizes.iter().enumerate() {
@@ -319,7 +340,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
                         comm.wait(&gpu, PATIENCE)?;
                         Ok(start.elapsed().as_secs_f64())
                     };
-                    let mut judge = || -> anyhow::Result<u64> {
+                    let mut judge = |part: &Part| -> anyhow::Result<u64> {
                         let got = &mut bytes[..part.taken() * kind.size()];
                         gpu.download(got, to)?;
                         Ok(differing(kind, got, (0..).map(|i| part.takes(i))))
@@ -328,13 +349,26 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
                     gpu.wipe(&input, 0xff)?;
                     gpu.upload(from, &given(&part, kind))?;
                     queue(1)?;
-                    let mut wrong = judge()?;
+                    let mut wrong = judge(&part)?;
                     // One more brings the ranks together before the clock starts.
                     queue(1)?;
                     let seconds = queue(job.iters)? / f64::from(u32::try_from(job.iters)?);
                     if at == 0 {
                         // Out of place the result stays the same, however often.
-                        wrong += judge()?;
+                        wrong += judge(&part)?;
+                    }
+                    if job.graph {
+                        let graph = gpu.capture(|| part.queue(&comm, &gpu, from, to))?;
+                        for replay in 1..=REPLAYS {
+                            // Other data, the same root.
+                            let part =
+                                Part::new(operation, kind, size / kind.size(), round + replay * ranks, rank, ranks);
+                            gpu.wipe(&output, 0xff)?;
+                            gpu.upload(from, &given(&part, kind))?;
+                            gpu.replay(&graph)?;
+                            comm.wait(&gpu, PATIENCE)?;
+                            wrong += judge(&part)?;
+                        }
                     }
                     places[at] = Some(Figure { seconds, wrong });
                 }
@@ -344,6 +378,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
         }
     }
     mail.barrier(Instant::now() + PATIENCE)?;
+    registered.into_iter().try_for_each(|handle| comm.deregister(handle))?;
     comm.destroy()
 }
 

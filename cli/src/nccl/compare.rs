@@ -200,7 +200,8 @@ impl Setting {
     /// Host memory for Socket, whatever the others take.
     fn plain(net: &str, path: GpuPath, ranks: usize) -> Self {
         let path = if net.eq_ignore_ascii_case("Socket") { GpuPath::Host } else { path };
-        Self { net: net.to_owned(), path, flush: false, ranks, placement: Placement::default() }
+        let (flush, register, graph) = (false, false, false);
+        Self { net: net.to_owned(), path, flush, register, graph, ranks, placement: Placement::default() }
     }
 }
 

@@ -17,6 +17,12 @@ pub(crate) enum GpuPath {
     Dmabuf,
     /// In GPU memory, registered by its address (nvidia_peermem)
     Peermem,
+    /// In GPU memory as far as NCCL knows: the plugin copies through host memory
+    Staging,
+    /// Ranks take turns: even ones staging, odd ones dmabuf
+    Mix,
+    /// Ranks take turns: even ones staging, odd ones host
+    MixHost,
     /// Wherever NCCL likes
     Auto,
 }
@@ -27,12 +33,31 @@ impl GpuPath {
             Self::Host => "host",
             Self::Dmabuf => "dmabuf",
             Self::Peermem => "peermem",
+            Self::Staging => "staging",
+            Self::Mix => "mix",
+            Self::MixHost => "mix-host",
             Self::Auto => "auto",
         }
     }
 
+    /// The path of one rank.
+    fn of(self, rank: usize) -> Self {
+        match self {
+            Self::Mix | Self::MixHost if rank.is_multiple_of(2) => Self::Staging,
+            Self::Mix => Self::Dmabuf,
+            Self::MixHost => Self::Host,
+            path => path,
+        }
+    }
+
+    /// NCCL hands GPU memory to the network, in every rank.
     fn is_gpu_memory(self) -> bool {
-        matches!(self, Self::Dmabuf | Self::Peermem)
+        matches!(self, Self::Dmabuf | Self::Peermem | Self::Staging | Self::Mix)
+    }
+
+    /// Only the plugin has it.
+    fn is_staged(self) -> bool {
+        matches!(self, Self::Staging | Self::Mix | Self::MixHost)
     }
 }
 
@@ -142,6 +167,10 @@ pub(crate) struct Setting {
     pub(crate) path: GpuPath,
     /// Makes NCCL flush also on GPUs that need none.
     pub(crate) flush: bool,
+    /// The user's buffers are registered with the communicator (ncclCommRegister).
+    pub(crate) register: bool,
+    /// Operations are also captured in a CUDA graph and replayed.
+    pub(crate) graph: bool,
     pub(crate) ranks: usize,
     pub(crate) placement: Placement,
 }
@@ -149,9 +178,18 @@ pub(crate) struct Setting {
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let flush = if self.flush { ", flushes forced" } else { "" };
-        write!(f, "{}, path {}{flush}, {} ranks{}", self.net, self.path.name(), self.ranks, self.placement)
+        let register = if self.register { ", registered buffers" } else { "" };
+        let graph = if self.graph { ", graph replayed" } else { "" };
+        let (net, path, ranks) = (&self.net, self.path.name(), self.ranks);
+        write!(f, "{net}, path {path}{flush}{register}{graph}, {ranks} ranks{}", self.placement)
     }
 }
+
+/// In the plugin's line about a connection.
+const STAGED: &str = "GPU memory by staging";
+/// In NCCL's line about a user's buffer that the network knows, and about one that it does not.
+const REGISTERED: &str = " - NET register userbuff";
+const NOT_REGISTERED: &str = " failed to NET register";
 
 /// Files by which NCCL's own transport knows a peer memory driver.
 const PEER_MEMORY: [&str; 3] = [
@@ -193,6 +231,12 @@ impl Setting {
                  peer memory driver"
             ));
         }
+        if self.is_builtin() && self.path.is_staged() {
+            return Some(format!("only the plugin stages, not NCCL's {} transport", self.net));
+        }
+        if self.register && !self.path.is_gpu_memory() {
+            return Some("NCCL registers buffers only where the network of every rank takes GPU memory".to_owned());
+        }
         if self.flush && self.path == GpuPath::Host {
             return Some("data in host memory need no flush, NCCL never asks for one".to_owned());
         }
@@ -201,16 +245,18 @@ impl Setting {
 
     /// A name for files.
     pub(crate) fn slug(&self) -> String {
-        let flush = if self.flush { "-flush" } else { "" };
+        let flag = |on: bool, name| if on { name } else { "" };
+        let flags = [flag(self.flush, "-flush"), flag(self.register, "-register"), flag(self.graph, "-graph")].concat();
         let pxn = match self.placement.pxn {
             Some(true) => "-pxn",
             Some(false) => "-nopxn",
             None => "",
         };
-        format!("{}-{}{flush}{pxn}-{}ranks", self.net, self.path.name(), self.ranks)
+        format!("{}-{}{flags}{pxn}-{}ranks", self.net, self.path.name(), self.ranks)
     }
 
-    /// The environment of every rank; `{rank}` stands for its number.
+    /// The environment of every rank; `{rank}` stands for its number, `{a|b}` for the first in even ranks, the second in
+    /// odd ones.
     pub(crate) fn environment(
         &self,
         libraries: &Libraries,
@@ -224,7 +270,7 @@ impl Setting {
             ("NCCL_HOSTID", "nccl-rdma-host{host}"),
             ("NCCL_NET", &self.net),
             ("NCCL_DEBUG", "INFO"),
-            ("NCCL_DEBUG_SUBSYS", "INIT,NET,ENV"),
+            ("NCCL_DEBUG_SUBSYS", if self.register { "INIT,NET,ENV,REG" } else { "INIT,NET,ENV" }),
             ("NCCL_DEBUG_FILE", &log),
             // Kernels of all ranks must fit on the GPU at once.
             ("NCCL_MAX_NCHANNELS", &channels),
@@ -243,10 +289,21 @@ impl Setting {
                 ("NCCL_DMABUF_ENABLE", "0"),
                 ("NCCL_NET_RDMA_PEERMEM", "on"),
             ]),
+            GpuPath::Staging => env.extend([("NCCL_NET_GDR_LEVEL", "SYS"), ("NCCL_NET_RDMA_GPU_PATH", "staging")]),
+            GpuPath::Mix => env.extend([
+                ("NCCL_NET_GDR_LEVEL", "SYS"),
+                ("NCCL_DMABUF_ENABLE", "1"),
+                ("NCCL_NET_RDMA_PEERMEM", "off"),
+                ("NCCL_NET_RDMA_GPU_PATH", "{staging|gdr}"),
+            ]),
+            GpuPath::MixHost => {
+                env.extend([("NCCL_NET_GDR_LEVEL", "SYS"), ("NCCL_NET_RDMA_GPU_PATH", "{staging|host}")]);
+            }
             GpuPath::Auto => {}
         }
         if self.flush {
-            env.push(("NCCL_NET_FORCE_FLUSH", "1"));
+            // NCCL asks for them, and the plugin does them.
+            env.extend([("NCCL_NET_FORCE_FLUSH", "1"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
         }
         let topology = self.placement.topology.as_ref().map(|file| file.to_string_lossy());
         if let Some(file) = &topology {
@@ -281,7 +338,8 @@ impl Setting {
     }
 
     /// Judges the log of one rank: the network in use, and on each channel the way that GPU data took.
-    pub(crate) fn proven(&self, log: &str) -> anyhow::Result<()> {
+    pub(crate) fn proven(&self, rank: usize, log: &str) -> anyhow::Result<()> {
+        let path = self.path.of(rank);
         uses_network(log, &self.net)?;
         let channels: Vec<_> = log.lines().filter_map(|line| Some(line.split_once(" via NET/")?.1.trim())).collect();
         let mark = format!("via NET/{}", self.net);
@@ -290,21 +348,32 @@ impl Setting {
         ensure!(other.is_none(), "a channel goes 'via NET/{}', not '{mark}'", other.unwrap_or(&""));
         let direct = channels.iter().filter(|c| c.contains("/GDRDMA")).count();
         let all = channels.len();
-        if self.path == GpuPath::Host {
+        if path == GpuPath::Host {
             ensure!(direct == 0, "{direct} of {all} channels use GPUDirect (GDRDMA), none should");
         }
-        if self.path.is_gpu_memory() {
+        if path.is_gpu_memory() {
             let why = log.lines().filter_map(|line| Some(line.split_once("GPU Direct RDMA Disabled")?.1)).next();
             let why = why.map_or_else(String::new, |why| format!("; NCCL: GPU Direct RDMA Disabled{why}"));
             ensure!(direct == all, "{direct} of {all} channels use GPUDirect (GDRDMA), all should{why}");
         }
         let dmabuf = log.contains("DMA-BUF is available on GPU device");
-        match self.path {
+        // To NCCL staging looks like GPUDirect; the plugin says which it is of each connection.
+        let staged = log.contains(STAGED);
+        match path {
             GpuPath::Dmabuf => {
-                ensure!(dmabuf, "no line says 'DMA-BUF is available on GPU device': the driver has none")
+                ensure!(dmabuf, "no line says 'DMA-BUF is available on GPU device': the driver has none");
             }
             GpuPath::Peermem => ensure!(!dmabuf, "NCCL says 'DMA-BUF is available', so it may have used that instead"),
-            GpuPath::Host | GpuPath::Auto => {}
+            GpuPath::Staging => ensure!(staged, "no line says '{STAGED}': the plugin does not stage"),
+            _ => {}
+        }
+        if path != GpuPath::Auto {
+            ensure!(path == GpuPath::Staging || !staged, "a line says '{STAGED}', but this is path {}", path.name());
+        }
+        if self.register {
+            let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count();
+            let (done, failed) = (count(REGISTERED), count(NOT_REGISTERED));
+            ensure!(done > 0 && failed == 0, "{done} lines say '{REGISTERED}', {failed} say '{NOT_REGISTERED}'");
         }
         Ok(())
     }
@@ -359,7 +428,8 @@ mod tests {
     use super::*;
 
     fn setting(net: &str, path: GpuPath) -> Setting {
-        Setting { net: net.to_owned(), path, flush: false, ranks: 2, placement: Placement::default() }
+        let (flush, register, graph) = (false, false, false);
+        Setting { net: net.to_owned(), path, flush, register, graph, ranks: 2, placement: Placement::default() }
     }
 
     fn environment(setting: &Setting, library: Option<PathBuf>) -> anyhow::Result<HashMap<String, String>> {
@@ -381,6 +451,14 @@ mod tests {
         let peermem = environment(&Setting { flush: true, ..setting("RDMA", GpuPath::Peermem) }, None).unwrap();
         assert_eq!((&*peermem["NCCL_NET_GDR_LEVEL"], &*peermem["NCCL_DMABUF_ENABLE"]), ("SYS", "0"));
         assert_eq!((&*peermem["NCCL_NET_RDMA_PEERMEM"], &*peermem["NCCL_NET_FORCE_FLUSH"]), ("on", "1"));
+        let staging = environment(&setting("RDMA", GpuPath::Staging), None).unwrap();
+        assert_eq!((&*staging["NCCL_NET_GDR_LEVEL"], &*staging["NCCL_NET_RDMA_GPU_PATH"]), ("SYS", "staging"));
+        assert_eq!(staging["NCCL_DEBUG_SUBSYS"], "INIT,NET,ENV");
+        let mix = environment(&Setting { register: true, ..setting("RDMA", GpuPath::Mix) }, None).unwrap();
+        assert_eq!(
+            (&*mix["NCCL_NET_RDMA_GPU_PATH"], &*mix["NCCL_DEBUG_SUBSYS"]),
+            ("{staging|gdr}", "INIT,NET,ENV,REG")
+        );
     }
 
     #[test]
@@ -405,6 +483,10 @@ mod tests {
     #[test]
     fn what_nccl_cannot_do_has_a_reason() {
         assert!(setting("Socket", GpuPath::Dmabuf).impossible("2.28.9").unwrap().contains("host memory only"));
+        assert!(setting("IB", GpuPath::Mix).impossible("2.28.9").unwrap().contains("only the plugin stages"));
+        let register = Setting { register: true, ..setting("RDMA", GpuPath::MixHost) };
+        assert!(register.impossible("2.28.9").unwrap().contains("registers buffers only"));
+        assert_eq!(Setting { path: GpuPath::Mix, ..register }.impossible("2.28.9"), None);
         let flush = Setting { flush: true, ..setting("RDMA", GpuPath::Host) };
         assert!(flush.impossible("2.28.9").unwrap().contains("no flush"));
         if !PEER_MEMORY.iter().any(|file| Path::new(file).exists()) {
@@ -429,12 +511,12 @@ mod tests {
         let direct =
             START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &channel("RDMA/0(1)/GDRDMA(PCI)/Shared");
         let half = host.clone() + AVAILABLE + &channel("RDMA/0/GDRDMA");
-        setting("RDMA", GpuPath::Host).proven(&host).unwrap();
-        setting("RDMA", GpuPath::Dmabuf).proven(&direct).unwrap();
-        setting("RDMA", GpuPath::Auto).proven(&half).unwrap();
+        setting("RDMA", GpuPath::Host).proven(0, &host).unwrap();
+        setting("RDMA", GpuPath::Dmabuf).proven(0, &direct).unwrap();
+        setting("RDMA", GpuPath::Auto).proven(0, &half).unwrap();
         let peermem = setting("RDMA", GpuPath::Peermem);
-        peermem.proven(&direct.replace(AVAILABLE, "")).unwrap();
-        let says = |path, log: &str| setting("RDMA", path).proven(log).unwrap_err().to_string();
+        peermem.proven(0, &direct.replace(AVAILABLE, "")).unwrap();
+        let says = |path, log: &str| setting("RDMA", path).proven(0, log).unwrap_err().to_string();
         assert!(says(GpuPath::Peermem, &direct).contains("DMA-BUF is available"));
         assert!(says(GpuPath::Dmabuf, &direct.replace(AVAILABLE, "")).contains("DMA-BUF is available"));
         assert!(says(GpuPath::Host, &direct).starts_with("2 of 2 channels"));
@@ -444,6 +526,37 @@ mod tests {
         assert!(error.starts_with("1 of 3") && error.contains("distance 8 > 2"), "{error}");
         assert!(says(GpuPath::Host, START).contains("no channel line"));
         assert!(says(GpuPath::Host, &(START.to_owned() + &channel("Socket/0"))).contains("via NET/Socket/0"));
+    }
+
+    #[test]
+    fn staging_is_told_from_gpudirect_rank_by_rank() {
+        let staged = START.to_owned()
+            + &channel("RDMA/0/GDRDMA")
+            + "x NCCL INFO NET/RDMA : sending on a with peer b: 1 rail(s), takes host memory, GPU memory by staging\n";
+        let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let host = START.to_owned() + &channel("RDMA/0");
+        setting("RDMA", GpuPath::Staging).proven(1, &staged).unwrap();
+        let mix = setting("RDMA", GpuPath::Mix);
+        mix.proven(0, &staged).unwrap();
+        mix.proven(1, &direct).unwrap();
+        assert!(mix.proven(0, &direct).unwrap_err().to_string().contains("the plugin does not stage"));
+        assert!(mix.proven(1, &(staged.clone() + AVAILABLE)).unwrap_err().to_string().contains("this is path dmabuf"));
+        let mix = setting("RDMA", GpuPath::MixHost);
+        mix.proven(2, &staged).unwrap();
+        mix.proven(3, &host).unwrap();
+        assert!(mix.proven(3, &staged).is_err());
+    }
+
+    #[test]
+    fn registered_buffers_must_be_known_to_the_network() {
+        let log = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let registered = "x NCCL INFO rank 0 - NET register userbuff 0x7f (handle 0x7e), buffSize 64\n";
+        let failed = "x NCCL INFO rank 0 failed to NET register userbuff 0x7f buffSize 64 GDR flag 1\n";
+        let register = Setting { register: true, ..setting("RDMA", GpuPath::Dmabuf) };
+        register.proven(0, &(log.clone() + registered)).unwrap();
+        assert!(register.proven(0, &log).unwrap_err().to_string().starts_with("0 lines"));
+        let error = register.proven(0, &(log + registered + failed)).unwrap_err().to_string();
+        assert!(error.starts_with("1 lines") && error.contains("1 say"), "{error}");
     }
 
     #[test]

@@ -1,0 +1,88 @@
+//! What a profile says of the hardware, as the plugin itself finds it.
+
+use std::fmt;
+use std::path::Path;
+
+use nccl_net_rdma::config::Config;
+use nccl_net_rdma::memory::profile::{Adapter, Nic};
+use nccl_net_rdma::net;
+use nccl_net_rdma::topology::distance::Distance;
+use serde::{Deserialize, Serialize};
+
+/// A NIC, and how it lies to a GPU.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Machine {
+    pub(super) nic: Nic,
+    pub(super) adapter: Adapter,
+    /// The kernel has the NIC on a bus: soft-hca is unknown to the kernel, Soft-RoCE is on no bus.
+    pub(super) on_bus: bool,
+    /// As the kernel's module names it, which is how the plugin will find it again.
+    pub(super) gpu_name: Option<String>,
+    pub(super) distance: Distance,
+    /// The PCIe links in words.
+    pub(super) link: String,
+}
+
+impl Machine {
+    /// Of a device as the plugin names it (`mlx5_0`, `mlx5_0:2`, or several with `+` between them, of which the first
+    /// counts), and the GPU with this bus id.
+    pub(super) fn look(device: &str, speed_mbps: i32, gpu: Option<&str>) -> Self {
+        let found = net::discover(&Config::from_process().0);
+        let report = &found.survey.report;
+        let first = first(device);
+        let nic = report.nic(first);
+        let pair = report.pairs_of(first).find(|(pair, _)| gpu.is_some_and(|gpu| gpu.eq_ignore_ascii_case(&pair.gpu)));
+        let links = [nic.and_then(|nic| nic.link), pair.and_then(|(_, gpu)| gpu.link)];
+        let words = |(what, link): (&str, Option<_>)| link.map(|link| format!("{what} {link}"));
+        let link = ["NIC", "GPU"].into_iter().zip(links).filter_map(words).collect::<Vec<_>>().join(", ");
+        let firmware = nic.map_or_else(String::new, |nic| nic.firmware.clone());
+        Self {
+            nic: Nic {
+                name: device.to_owned(),
+                model: nic.map_or_else(String::new, |nic| nic.model.clone()),
+                port_gbps: f64::from(speed_mbps) / 1000.0,
+                // So soft-hca says who it is.
+                firmware: firmware.clone(),
+            },
+            adapter: if firmware.starts_with("soft-hca") { Adapter::SoftHca } else { Adapter::Hardware },
+            on_bus: is_on_bus(Path::new("/sys/class/infiniband"), first),
+            gpu_name: pair.map(|(_, gpu)| gpu.name.clone()),
+            distance: pair.map_or(Distance::Unknown, |(pair, _)| pair.distance),
+            link: if link.is_empty() { "not shown by this machine".to_owned() } else { link },
+        }
+    }
+}
+
+impl fmt::Display for Machine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Nic { name, model, firmware, port_gbps } = &self.nic;
+        write!(f, "NIC {name} ({model}, firmware {firmware}, {port_gbps} Gb/s)")?;
+        match &self.gpu_name {
+            Some(gpu) => write!(f, "; {gpu}; distance {}; links: {}", self.distance, self.link),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The first part of a device.
+fn first(device: &str) -> &str {
+    device.split(['+', ':']).next().unwrap_or(device)
+}
+
+fn is_on_bus(class: &Path, device: &str) -> bool {
+    class.join(device).join("device").exists()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_devices_on_a_bus_are_hardware() {
+        let class = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(class.path().join("mlx5_0/device")).unwrap();
+        std::fs::create_dir_all(class.path().join("rxe0")).unwrap();
+        assert!(is_on_bus(class.path(), first("mlx5_0:1+mlx5_1:1")));
+        assert!(!is_on_bus(class.path(), "rxe0") && !is_on_bus(class.path(), "soft_gpu0"));
+    }
+}

@@ -1,0 +1,466 @@
+//! GPUs through the CUDA driver, loaded at run time: copies between GPU memory and pinned host memory for staging.
+//!
+//! The copies run in a *context of our own*, with two streams (from and to the GPU), not in the program's primary context.
+//! The hardware work queues of a context are shared by its streams, and the program's everyday pattern (a stream that waits
+//! for NCCL's kernel, and a copy or kernel behind that) blocks the queue that it is in. A copy of ours in the same queue
+//! never runs, and the kernel that waits for its data never ends. Measured on an H200 with driver 580: with
+//! `CUDA_DEVICE_MAX_CONNECTIONS=1` one such stream is enough, with the default of 8, eight are, whatever our stream's
+//! priority; green contexts share the queues, too. In a context of its own a copy of 512 KiB took 18 to 25 µs with 40 such
+//! streams, with and without MPS. It costs 265 MiB of GPU memory, once a GPU and process (525 MiB with the usual size of
+//! stacks, of which copies have none), and is there while something may be staged.
+//!
+//! For the same reason only memory of `cuMemCreate` is staged, as NCCL's is by default: the driver carries out a copy of
+//! `cuMemAlloc` memory in the context that it belongs to, 2 ms late while a kernel runs, and then blocked as above.
+//!
+//! Copy engines write whole lines: none of 128 bytes was seen torn in 3000 rounds of 1 to 512 KiB, read as LL128 reads them,
+//! from uneven host addresses too.
+//!
+//! No call here waits for the program's kernels, and all are made with the thread's stream capture mode relaxed, so that
+//! none spoils a graph that another thread captures.
+
+use std::ffi::{c_int, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::{self as cu, CUresult};
+
+use super::Pages;
+
+/// What staging calls; a driver without one of them is too old.
+const CALLS: &[&str] = &[
+    "cuInit",
+    "cuCtxCreate_v2",
+    "cuCtxSetLimit",
+    "cuMemRetainAllocationHandle",
+    "cuMemHostRegister_v2",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuStreamWriteValue32_v2",
+];
+
+/// Copies take microseconds; a GPU that takes longer than this for them hangs.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn check(call: &str, result: CUresult) -> Result<(), String> {
+    if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{call}: {result:?}")) }
+}
+
+/// Whether there is a driver that can; or why not.
+pub fn available() -> Result<(), String> {
+    static ANSWER: OnceLock<Result<(), String>> = OnceLock::new();
+    ANSWER
+        .get_or_init(|| {
+            // SAFETY: loads the library by its usual names.
+            if !unsafe { cu::is_culib_present() } {
+                return Err("there is no CUDA driver (libcuda.so.1)".to_owned());
+            }
+            // SAFETY: it is there.
+            let driver = unsafe { cu::culib() };
+            for call in CALLS {
+                // SAFETY: looked up only, not called.
+                if unsafe { driver.get::<unsafe extern "C" fn()>(call.as_bytes()) }.is_err() {
+                    return Err(format!("the CUDA driver has no {call}: staging takes one of CUDA 11.7 or newer"));
+                }
+            }
+            // SAFETY: no arguments but flags, of which there are none.
+            check("cuInit", unsafe { cu::cuInit(0) })
+        })
+        .clone()
+}
+
+/// While it lives stream captures, of any thread, don't concern the calls of this one.
+#[derive(Debug)]
+struct Relaxed(cu::CUstreamCaptureMode);
+
+impl Relaxed {
+    fn enter() -> Result<Self, String> {
+        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: one mode to read and write.
+        let result = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", result).map(|()| Self(mode))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        // SAFETY: gives the thread its own mode back.
+        unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+/// While it lives a context is current on this thread, too.
+#[derive(Debug)]
+struct Entered {
+    _relaxed: Relaxed,
+}
+
+impl Entered {
+    fn enter(context: cu::CUcontext) -> Result<Self, String> {
+        let relaxed = Relaxed::enter()?;
+        // SAFETY: a context of ours, alive.
+        check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(context) })?;
+        Ok(Self { _relaxed: relaxed })
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        let mut context = ptr::null_mut();
+        // SAFETY: pops what `enter` pushed.
+        unsafe { cu::cuCtxPopCurrent_v2(&raw mut context) };
+    }
+}
+
+/// The ordinal of the GPU that holds this memory.
+fn ordinal(address: u64) -> Result<c_int, String> {
+    let mut ordinal: c_int = 0;
+    let of = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    // SAFETY: one int to write, as this attribute has.
+    let result = unsafe { cu::cuPointerGetAttribute((&raw mut ordinal).cast(), of, address) };
+    check(&format!("cuPointerGetAttribute of {address:#x}"), result).map(|()| ordinal)
+}
+
+/// The GPU that holds this memory, for people; None where no driver knows it.
+pub fn describe(address: u64) -> Option<String> {
+    available().ok()?;
+    let ordinal = ordinal(address).ok()?;
+    Some(format!("GPU {ordinal} ({})", name(ordinal).ok()?))
+}
+
+fn name(ordinal: c_int) -> Result<String, String> {
+    let mut device = 0;
+    // SAFETY: one device to write.
+    check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) })?;
+    let mut name = [0u8; 96];
+    // SAFETY: room for a name of the size that the call is told.
+    check("cuDeviceGetName", unsafe { cu::cuDeviceGetName(name.as_mut_ptr().cast(), 95, device) })?;
+    let end = name.iter().position(|&b| b == 0).unwrap_or(0);
+    Ok(String::from_utf8_lossy(&name[..end]).into_owned())
+}
+
+/// Only memory that belongs to no context can be copied from ours; see the top.
+fn is_of_no_context(address: u64) -> bool {
+    let mut handle = 0;
+    let at = ptr::with_exposed_provenance_mut::<c_void>(usize::try_from(address).unwrap_or(0));
+    // SAFETY: one handle to write; the driver checks the address.
+    if unsafe { cu::cuMemRetainAllocationHandle(&raw mut handle, at) } != CUresult::CUDA_SUCCESS {
+        return false;
+    }
+    // SAFETY: retained above.
+    unsafe { cu::cuMemRelease(handle) };
+    true
+}
+
+/// Which way copies go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    FromGpu,
+    ToGpu,
+}
+
+/// Our context on one GPU, shared by all connections of the process.
+#[derive(Debug)]
+pub struct Stager {
+    ordinal: c_int,
+    name: String,
+    context: cu::CUcontext,
+    /// From the GPU, and to it.
+    streams: [cu::CUstream; 2],
+    words: Mutex<Words>,
+}
+
+// SAFETY: CUDA's handles may be used from any thread, at once too.
+unsafe impl Send for Stager {}
+// SAFETY: as above.
+unsafe impl Sync for Stager {}
+
+/// Pinned words for marks, a line each, so that no connection has to pin its own.
+#[derive(Debug, Default)]
+struct Words {
+    pages: Vec<Pages>,
+    free: Vec<Word>,
+}
+
+/// One line of pinned memory.
+#[derive(Debug, Clone, Copy)]
+struct Word {
+    host: NonNull<u8>,
+    /// The address under which the GPU knows it.
+    gpu: u64,
+}
+
+const LINE: usize = 64;
+
+// SAFETY: memory that is reached as atomics only.
+unsafe impl Send for Word {}
+// SAFETY: as above.
+unsafe impl Sync for Word {}
+
+impl Word {
+    /// What the copies tell, and the waits for them.
+    const MARK: usize = 0;
+    const FENCE: usize = 8;
+
+    #[inline]
+    fn at(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: inside its line.
+        let p = unsafe { self.host.as_ptr().add(offset) };
+        // SAFETY: aligned, alive as long as its stager, and only reached as an atomic.
+        unsafe { AtomicU32::from_ptr(p.cast()) }
+    }
+}
+
+/// Those that are in use, by GPU.
+static STAGERS: Mutex<Vec<(c_int, Weak<Stager>)>> = Mutex::new(Vec::new());
+
+impl Stager {
+    /// The stager of the GPU that holds this range; or why it can't be staged.
+    pub fn of(address: u64, length: usize) -> Result<Arc<Self>, String> {
+        available()?;
+        let ordinal = ordinal(address)?;
+        let last = address.saturating_add(length.saturating_sub(1) as u64);
+        if !is_of_no_context(address) || !is_of_no_context(last) {
+            return Err(format!(
+                "the memory at {address:#x} is not of cuMemCreate: copies of it wait for the program's kernels. NCCL's own is \
+                 with NCCL_CUMEM_ENABLE=1 (its default where the driver can); NCCL_NET_RDMA_GPU_PATH=host does without staging"
+            ));
+        }
+        let mut all = STAGERS.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|(_, stager)| stager.strong_count() > 0);
+        if let Some(stager) = all.iter().find(|(o, _)| *o == ordinal).and_then(|(_, stager)| stager.upgrade()) {
+            return Ok(stager);
+        }
+        let stager = Arc::new(Self::open(ordinal)?);
+        all.push((ordinal, Arc::downgrade(&stager)));
+        Ok(stager)
+    }
+
+    fn open(ordinal: c_int) -> Result<Self, String> {
+        let mut device = 0;
+        // SAFETY: one device to write.
+        check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) })?;
+        let name = name(ordinal)?;
+        let _relaxed = Relaxed::enter()?;
+        let mut context = ptr::null_mut();
+        // SAFETY: one context to write; it is current from here on.
+        check("cuCtxCreate", unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, device) })?;
+        let mut stager = Self { ordinal, name, context, streams: [ptr::null_mut(); 2], words: Mutex::default() };
+        let ready = stager.prepare();
+        // SAFETY: pops the context that was just made.
+        unsafe { cu::cuCtxPopCurrent_v2(&raw mut context) };
+        ready?;
+        // A first mark on each stream: does this GPU write them?
+        let stager_ref = &stager;
+        let word = stager_ref.take_word()?;
+        for direction in [Direction::FromGpu, Direction::ToGpu] {
+            let fence = u32::from(direction == Direction::ToGpu) + 1;
+            stager_ref.fence(direction, word, fence)?;
+        }
+        stager_ref.give_back(word);
+        Ok(stager)
+    }
+
+    /// With the context current.
+    fn prepare(&mut self) -> Result<(), String> {
+        // Memory is what it costs: no kernel runs here, so none needs a stack. A driver that knows better may refuse.
+        // SAFETY: a limit and its value.
+        unsafe { cu::cuCtxSetLimit(cu::CUlimit::CU_LIMIT_STACK_SIZE, 16) };
+        let (mut least, mut greatest) = (0, 0);
+        // SAFETY: two ints to write.
+        let result = unsafe { cu::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
+        check("cuCtxGetStreamPriorityRange", result)?;
+        let flags = cu::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        for stream in &mut self.streams {
+            // SAFETY: one stream to write.
+            let result = unsafe { cu::cuStreamCreateWithPriority(stream, flags, greatest) };
+            check("cuStreamCreateWithPriority", result)?;
+        }
+        Ok(())
+    }
+
+    /// For people.
+    pub fn describe(&self) -> String {
+        format!("GPU {} ({})", self.ordinal, self.name)
+    }
+
+    fn stream(&self, direction: Direction) -> cu::CUstream {
+        self.streams[usize::from(direction == Direction::ToGpu)]
+    }
+
+    /// Pins pages of ours; they stay until [`Self::unpin`].
+    pub(super) fn pin(&self, pages: &Pages) -> Result<(), String> {
+        let _entered = Entered::enter(self.context)?;
+        let at = pages.base().as_ptr().cast();
+        // SAFETY: whole pages of ours.
+        let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), cu::CU_MEMHOSTREGISTER_PORTABLE) };
+        check(&format!("cuMemHostRegister of {} bytes", pages.len()), result)
+    }
+
+    pub(super) fn unpin(&self, pages: &Pages) {
+        // An error has no one to be told to: the driver is on its way out.
+        let Ok(_entered) = Entered::enter(self.context) else { return };
+        // SAFETY: pinned by us, and nothing copies there any more.
+        unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) };
+    }
+
+    fn take_word(&self) -> Result<Word, String> {
+        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
+        if words.free.is_empty() {
+            let pages = Pages::map(LINE).map_err(|e| format!("memory for marks: {e}"))?;
+            self.pin(&pages)?;
+            let mut gpu = 0;
+            {
+                let _entered = Entered::enter(self.context)?;
+                let at = pages.base().as_ptr().cast();
+                // SAFETY: one address to write; pinned above.
+                let result = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut gpu, at, 0) };
+                check("cuMemHostGetDevicePointer", result)?;
+            }
+            for offset in (0..pages.len()).step_by(LINE) {
+                // SAFETY: inside the pages.
+                let host = unsafe { pages.base().add(offset) };
+                words.free.push(Word { host, gpu: gpu + offset as u64 });
+            }
+            words.pages.push(pages);
+        }
+        let word = words.free.pop().ok_or("no memory for marks")?;
+        word.at(Word::MARK).store(0, Ordering::Release);
+        word.at(Word::FENCE).store(0, Ordering::Release);
+        Ok(word)
+    }
+
+    fn give_back(&self, word: Word) {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner).free.push(word);
+    }
+
+    /// Has the stream write `value` behind all that is in it.
+    fn mark(&self, direction: Direction, address: u64, value: u32) -> Result<(), String> {
+        // Its default is a barrier before the write: what was copied is there when the word is.
+        // SAFETY: a pinned word of ours.
+        let result = unsafe { cu::cuStreamWriteValue32_v2(self.stream(direction), address, value, 0) };
+        check("cuStreamWriteValue32", result)
+    }
+
+    /// Waits until all that is in the stream now is done.
+    fn fence(&self, direction: Direction, word: Word, value: u32) -> Result<(), String> {
+        {
+            let _entered = Entered::enter(self.context)?;
+            self.mark(direction, word.gpu + Word::FENCE as u64, value)?;
+        }
+        let begin = Instant::now();
+        while word.at(Word::FENCE).load(Ordering::Acquire) != value {
+            if begin.elapsed() > PATIENCE {
+                return Err(format!("copies on {} did not end in {PATIENCE:?}", self.describe()));
+            }
+            std::thread::yield_now();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Stager {
+    fn drop(&mut self) {
+        let words = self.words.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let pages = std::mem::take(&mut words.pages);
+        pages.iter().for_each(|pages| self.unpin(pages));
+        // After the driver's own end this is refused, and nothing is left of the context.
+        let Ok(_relaxed) = Relaxed::enter() else { return };
+        // SAFETY: ours, and everything that used it held this stager.
+        unsafe { cu::cuCtxDestroy_v2(self.context) };
+    }
+}
+
+/// The copies of one connection: a direction, and a word of its own for marks.
+#[derive(Debug)]
+pub struct Lane {
+    stager: Arc<Stager>,
+    direction: Direction,
+    word: Word,
+    /// Waits so far.
+    fences: Mutex<u32>,
+}
+
+/// A copy of a [`Lane`].
+#[derive(Debug, Clone, Copy)]
+pub struct Copy {
+    pub gpu: u64,
+    pub host: u64,
+    pub length: u64,
+    /// Written behind it.
+    pub mark: Option<u32>,
+}
+
+impl Lane {
+    pub fn open(stager: &Arc<Stager>, direction: Direction) -> Result<Self, String> {
+        let word = stager.take_word()?;
+        Ok(Self { stager: Arc::clone(stager), direction, word, fences: Mutex::new(0) })
+    }
+
+    pub fn stager(&self) -> &Arc<Stager> {
+        &self.stager
+    }
+
+    /// Starts copies, in order. No call waits for anything.
+    ///
+    /// # Safety
+    /// The host memory is pinned, and both ranges stay in place until the copies are done.
+    pub unsafe fn start(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
+        let _entered = Entered::enter(self.stager.context)?;
+        let stream = self.stager.stream(self.direction);
+        for copy in copies {
+            let length = usize::try_from(copy.length).map_err(|e| e.to_string())?;
+            let host = usize::try_from(copy.host).map_err(|e| e.to_string())?;
+            let host: *mut c_void = ptr::with_exposed_provenance_mut(host);
+            if length > 0 {
+                let result = match self.direction {
+                    // SAFETY: by this function's contract.
+                    Direction::FromGpu => unsafe { cu::cuMemcpyDtoHAsync_v2(host, copy.gpu, length, stream) },
+                    // SAFETY: by this function's contract.
+                    Direction::ToGpu => unsafe { cu::cuMemcpyHtoDAsync_v2(copy.gpu, host, length, stream) },
+                };
+                check("cuMemcpyAsync", result).map_err(|e| format!("{e} ({length} bytes at {:#x})", copy.gpu))?;
+            }
+            if let Some(mark) = copy.mark {
+                self.stager.mark(self.direction, self.word.gpu + Word::MARK as u64, mark)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The last mark that was written: one load.
+    #[inline]
+    pub fn reached(&self) -> u32 {
+        self.word.at(Word::MARK).load(Ordering::Acquire)
+    }
+
+    /// An error of the GPU, after which no mark is written.
+    pub fn check(&self) -> Result<(), String> {
+        let _entered = Entered::enter(self.stager.context)?;
+        // SAFETY: a stream of ours.
+        match unsafe { cu::cuStreamQuery(self.stager.stream(self.direction)) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            result => check("cuStreamQuery", result).map_err(|e| format!("{e} on {}", self.stager.describe())),
+        }
+    }
+
+    /// Waits until all that was started is done, for 10 s at most.
+    pub fn settle(&self) -> Result<(), String> {
+        let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
+        *fences = fences.wrapping_add(1);
+        match self.stager.fence(self.direction, self.word, *fences) {
+            // The process is about to end, and took the context along.
+            Err(why) if why.contains("DEINITIALIZED") || why.contains("CONTEXT_IS_DESTROYED") => Ok(()),
+            settled => settled,
+        }
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        // A word that may still be written is never used again.
+        if self.settle().is_ok() {
+            self.stager.give_back(self.word);
+        }
+    }
+}

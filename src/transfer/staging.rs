@@ -1,0 +1,273 @@
+//! Staging: GPU memory that the NIC doesn't reach, or reaches slower, goes through host memory.
+//!
+//! A GPU range that may be staged has a *shadow*: pinned host memory of the same size, registered with the NIC, so that the
+//! byte at GPU address a lies at a + offset. A staged message is copied between the two by the GPU's copy engine and
+//! travels between shadows (or a shadow and whatever the other end has: each end decides for itself, by size).
+//!
+//! Why not a ring of chunks: it would need an allocator, a bound on messages, and a rule for groups, whose members arrive in
+//! any order; a message could wait for room that only a later one frees. The shadow has none of that, and takes as much as
+//! NCCL itself pins where it keeps its buffers in host memory. One shadow serves every connection on which the range is
+//! registered: NCCL never has two transfers on the same bytes of which one is a receive (they would spoil each other without
+//! a shadow, too), and two sends of the same bytes copy equal bytes.
+//!
+//! * *Sender*: a message is cut into chunks, all copies start at once, and each chunk is a portion that is posted when its
+//!   copy is done. The room in the send queues is taken at the start, so that what was copied can always be posted. A hinted
+//!   message is one portion: its bytes must land in ascending order.
+//! * *Receiver*: its credit asks for portions ("piecewise"), also of a sender that does not stage. Their lengths are known as
+//!   they come, so what is contiguous from the start is copied as it grows. The ring entry is free when all is in the shadow,
+//!   the receive done when all is in GPU memory. So there are no hinted receives here: who would copy? And no flush: the
+//!   GPU's own copy engine wrote the data, in order with the mark that tells of it.
+//! * *Marks*: behind a copy the stream writes its ticket into a word of host memory. To ask how far the copies are is one
+//!   load.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use super::split::Portion;
+use super::wire::{Fault, Keys};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RECV_REQUESTS, RING};
+
+/// Chunks of a sender that are being copied; above that isend answers "again".
+const COPIES: usize = 256;
+/// Largest message that is staged: lengths of portions are kept in 32 bits.
+pub const LARGEST: u64 = u32::MAX as u64;
+
+/// One copy; the copier knows the direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CopyWr {
+    pub gpu: u64,
+    pub host: u64,
+    /// 0: nothing but the mark.
+    pub length: u64,
+    /// What [`Copier::reached`] tells once this copy, and all before it, are done.
+    pub mark: Option<u32>,
+}
+
+/// What moves bytes between GPU and host memory for one connection, in one direction; the engine's is a CUDA stream, tests
+/// bring their own.
+pub trait Copier: Send + Sync + std::fmt::Debug {
+    /// Starts copies, which are carried out in order.
+    ///
+    /// # Safety
+    /// The ranges stay in place until the copies are done.
+    unsafe fn start(&self, copies: &[CopyWr]) -> Result<(), String>;
+    /// The mark of the last copy that is done; 0 at first.
+    fn reached(&self) -> u32;
+    /// Whether copies can still get done: an error of the GPU shows nowhere else. Off the data path.
+    fn check(&self) -> Result<(), String>;
+    /// Waits, not for ever, until all that was started is done.
+    fn settle(&self) -> Result<(), String>;
+}
+
+/// The host memory that stands for a GPU range.
+#[derive(Debug)]
+pub struct Shadow {
+    /// Host address less GPU address.
+    pub offset: u64,
+    pub lkeys: [u32; MAX_RAILS],
+    pub rkeys: [u32; MAX_RAILS],
+    /// Messages that are staged, by bytes.
+    pub sizes: Range<u64>,
+    /// The connection's one.
+    pub copier: Arc<dyn Copier>,
+}
+
+impl Shadow {
+    /// Whether a message goes this way. One of no bytes needs none.
+    #[inline]
+    pub(super) fn takes(&self, size: u64) -> bool {
+        size > 0 && self.sizes.contains(&size)
+    }
+
+    #[inline]
+    pub(super) fn host(&self, gpu: u64) -> u64 {
+        gpu.wrapping_add(self.offset)
+    }
+}
+
+/// Tickets are on a circle.
+#[inline]
+fn is_reached(ticket: u32, reached: u32) -> bool {
+    reached.wrapping_sub(ticket) <= u32::MAX / 2
+}
+
+/// A portion with all that its writes need.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Piece {
+    pub(super) portion: Portion,
+    pub(super) local: u64,
+    pub(super) remote: u64,
+    pub(super) lkey: u32,
+    pub(super) rkey: u32,
+    pub(super) imm: Option<u32>,
+    pub(super) request: u8,
+    pub(super) generation: u8,
+}
+
+/// The sender's part: pieces whose copy is under way, in the order of their copies.
+#[derive(Debug)]
+pub(super) struct Outbox {
+    pub(super) copier: Arc<dyn Copier>,
+    /// Of the last copy.
+    ticket: u32,
+    pieces: VecDeque<Piece>,
+}
+
+impl Outbox {
+    /// Made with the first staged message: registrations come from another thread than that of the data path.
+    #[cold]
+    pub(super) fn new(copier: &Arc<dyn Copier>) -> Box<Self> {
+        Box::new(Self { copier: Arc::clone(copier), ticket: 0, pieces: VecDeque::with_capacity(COPIES) })
+    }
+
+    pub(super) fn has_room(&self, pieces: usize) -> bool {
+        self.pieces.len() + pieces <= COPIES
+    }
+
+    /// Starts the copies of these pieces from GPU memory.
+    ///
+    /// # Safety
+    /// As [`Copier::start`].
+    pub(super) unsafe fn start(&mut self, pieces: &[Piece], offset: u64) -> Result<(), Fault> {
+        debug_assert!(self.has_room(pieces.len()) && pieces.len() <= MAX_PORTIONS);
+        let mut copies = [CopyWr { gpu: 0, host: 0, length: 0, mark: None }; MAX_PORTIONS];
+        for (copy, piece) in copies.iter_mut().zip(pieces) {
+            self.ticket = self.ticket.wrapping_add(1);
+            *copy = CopyWr {
+                gpu: piece.local.wrapping_sub(offset),
+                host: piece.local,
+                length: piece.portion.length,
+                mark: Some(self.ticket),
+            };
+        }
+        self.pieces.extend(pieces);
+        // SAFETY: the caller's promise.
+        unsafe { self.copier.start(&copies[..pieces.len()]) }.map_err(Fault::Copy)
+    }
+
+    /// The next piece whose copy is done.
+    #[inline]
+    pub(super) fn copied(&mut self) -> Option<Piece> {
+        // At most COPIES.
+        #[expect(clippy::cast_possible_truncation, reason = "see above")]
+        let first = self.ticket.wrapping_sub(self.pieces.len() as u32).wrapping_add(1);
+        if self.pieces.is_empty() || !is_reached(first, self.copier.reached()) {
+            return None;
+        }
+        self.pieces.pop_front()
+    }
+
+    /// Waits until no copy is under way.
+    #[cold]
+    pub(super) fn settle(&self) -> Result<(), Fault> {
+        if self.pieces.is_empty() { Ok(()) } else { self.copier.settle().map_err(Fault::Copy) }
+    }
+}
+
+/// What has come of a staged message.
+#[derive(Debug, Clone, Copy, Default)]
+struct Assembly {
+    gpu: u64,
+    offset: u64,
+    /// Bytes from the start on whose copy was started, and the first portion that is not among them.
+    prefix: u64,
+    next: u8,
+    lengths: [u32; MAX_PORTIONS],
+}
+
+/// A buffer whose last copy is under way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Landing {
+    pub(super) request: u8,
+    pub(super) keys: NonNull<Keys>,
+    ticket: u32,
+}
+
+/// The receiver's part.
+#[derive(Debug)]
+pub(super) struct Inbox {
+    pub(super) copier: Arc<dyn Copier>,
+    /// Of the last copy that has a mark.
+    ticket: u32,
+    /// By ring entry.
+    parts: Box<[Assembly; RING]>,
+    landings: VecDeque<Landing>,
+}
+
+impl Inbox {
+    /// As [`Outbox::new`].
+    #[cold]
+    pub(super) fn new(copier: &Arc<dyn Copier>) -> Box<Self> {
+        Box::new(Self {
+            copier: Arc::clone(copier),
+            ticket: 0,
+            parts: Box::new([Assembly::default(); RING]),
+            landings: VecDeque::with_capacity(RECV_REQUESTS * MAX_GROUP),
+        })
+    }
+
+    /// A receive is posted at a ring entry.
+    pub(super) fn open(&mut self, place: usize, gpu: u64, shadow: &Shadow) {
+        self.parts[place] = Assembly { gpu, offset: shadow.offset, ..Assembly::default() };
+    }
+
+    /// A portion has arrived of a message of which `seen` are there; copies what is contiguous now. With the last one, of
+    /// which the receive is told by [`Self::landed`], all `bytes` must be.
+    ///
+    /// # Safety
+    /// As [`Copier::start`].
+    pub(super) unsafe fn arrived(
+        &mut self,
+        place: usize,
+        (portion, length): (u8, u32),
+        seen: u16,
+        last: Option<(u8, NonNull<Keys>, u64)>,
+    ) -> Result<(), Fault> {
+        let part = &mut self.parts[place];
+        part.lengths[usize::from(portion)] = length;
+        let from = part.prefix;
+        while usize::from(part.next) < MAX_PORTIONS && seen >> part.next & 1 == 1 {
+            part.prefix += u64::from(part.lengths[usize::from(part.next)]);
+            part.next += 1;
+        }
+        let mut mark = None;
+        if let Some((request, keys, bytes)) = last {
+            if part.prefix != bytes {
+                return Err(Fault::Protocol(format!("the peer sent portions with gaps ({seen:#b})")));
+            }
+            self.ticket = self.ticket.wrapping_add(1);
+            mark = Some(self.ticket);
+            self.landings.push_back(Landing { request, keys, ticket: self.ticket });
+        }
+        let gpu = part.gpu.wrapping_add(from);
+        let copy = CopyWr { gpu, host: gpu.wrapping_add(part.offset), length: part.prefix - from, mark };
+        if copy.length == 0 && mark.is_none() {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.copier.start(&[copy]) }.map_err(Fault::Copy)
+    }
+
+    /// The next buffer that has landed.
+    #[inline]
+    pub(super) fn landed(&mut self) -> Option<Landing> {
+        let first = self.landings.front()?;
+        if !is_reached(first.ticket, self.copier.reached()) {
+            return None;
+        }
+        self.landings.pop_front()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tickets_go_round() {
+        assert!(is_reached(1, 1) && is_reached(1, 2) && !is_reached(2, 1));
+        assert!(is_reached(u32::MAX, 0) && !is_reached(0, u32::MAX) && is_reached(0, 0));
+    }
+}

@@ -1,0 +1,392 @@
+//! A `libcuda.so.1` for tests of staging where there is no GPU: the calls of the driver that staging makes, with a thread for
+//! each stream that copies late.
+//!
+//! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
+//! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: host memory of
+//! a copy that is not pinned, memory pinned while the thread minds stream captures, a copy past the end of its memory. A stream
+//! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel.
+//!
+//! | variable | |
+//! |---|---|
+//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it |
+//! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED` |
+#![allow(non_snake_case, reason = "the driver's names")]
+
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+type CUresult = c_int;
+const SUCCESS: CUresult = 0;
+const INVALID_VALUE: CUresult = 1;
+const INVALID_CONTEXT: CUresult = 201;
+const NOT_READY: CUresult = 600;
+const NOT_SUPPORTED: CUresult = 801;
+const CAPTURE_UNSUPPORTED: CUresult = 900;
+
+const RELAXED: c_int = 2;
+
+/// Bytes of the GPU, of which those count that are touched.
+const MEMORY: u64 = 64 << 30;
+
+/// A range by its length; where the program may look at it, and whether it is of cuMemCreate.
+#[derive(Clone, Copy)]
+struct Range {
+    length: u64,
+    view: u64,
+    vmm: bool,
+}
+
+#[derive(Default)]
+struct State {
+    device: BTreeMap<u64, Range>,
+    pinned: BTreeMap<u64, Range>,
+}
+
+static STATE: Mutex<State> = Mutex::new(State { device: BTreeMap::new(), pinned: BTreeMap::new() });
+
+fn state() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The range that holds all of these bytes, and how far inside they begin.
+fn find(ranges: &BTreeMap<u64, Range>, address: u64, length: u64) -> Option<(Range, u64)> {
+    let (&start, &range) = ranges.range(..=address).next_back()?;
+    let offset = address - start;
+    (offset.checked_add(length)? <= range.length && offset < range.length).then_some((range, offset))
+}
+
+thread_local! {
+    static MODE: Cell<c_int> = const { Cell::new(0) };
+    static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What this call answers without looking further.
+fn refusal(call: &str) -> Option<CUresult> {
+    std::env::var("CUDA_STAND_IN_LACKS").is_ok_and(|lacks| lacks == call).then_some(NOT_SUPPORTED)
+}
+
+const PRIMARY: usize = 1;
+
+fn current() -> Option<usize> {
+    CONTEXTS.with_borrow(|all| all.last().copied())
+}
+
+enum Work {
+    Copy { to: u64, from: u64, length: u64 },
+    Write { address: u64, value: u32 },
+}
+
+struct Stream {
+    context: usize,
+    work: Sender<Work>,
+    left: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
+}
+
+/// By handle; they end with their context.
+static STREAMS: Mutex<BTreeMap<usize, Stream>> = Mutex::new(BTreeMap::new());
+
+fn streams() -> MutexGuard<'static, BTreeMap<usize, Stream>> {
+    STREAMS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What the driver tells apart: contexts and streams.
+fn handle() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(16);
+    NEXT.fetch_add(16, Ordering::Relaxed)
+}
+
+/// xorshift: a seed is a schedule, as far as threads let it be one.
+fn next(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+fn start(context: usize) -> Stream {
+    let (work, todo) = channel();
+    let left = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&left);
+    let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let thread = std::thread::spawn(move || {
+        let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
+        while context == PRIMARY {
+            std::thread::park();
+        }
+        for item in todo {
+            match item {
+                Work::Copy { to, from, length } => {
+                    if delay > 0 {
+                        std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
+                    }
+                    let (from, to) = (from as *const u8, to as *mut u8);
+                    // SAFETY: both ranges were looked up, and stay as the driver's rules say.
+                    unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(length).unwrap_or(0)) };
+                }
+                Work::Write { address, value } => {
+                    // SAFETY: inside pinned memory.
+                    unsafe { AtomicU32::from_ptr(address as *mut u32) }.store(value, Ordering::Release);
+                }
+            }
+            count.fetch_sub(1, Ordering::AcqRel);
+        }
+    });
+    Stream { context, work, left, thread }
+}
+
+fn submit(handle: usize, work: Work) -> CUresult {
+    let streams = streams();
+    let Some(stream) = streams.get(&handle) else { return INVALID_VALUE };
+    stream.left.fetch_add(1, Ordering::AcqRel);
+    if stream.work.send(work).is_ok() { SUCCESS } else { INVALID_VALUE }
+}
+
+macro_rules! write {
+    ($place:expr, $value:expr) => {{
+        // SAFETY: the caller's place for one value.
+        unsafe { $place.write($value) };
+        SUCCESS
+    }};
+}
+
+/// All GPU memory, of which none is given back: its address on the "GPU", and where it can be looked at.
+fn memory() -> Option<(u64, u64)> {
+    static BOTH: OnceLock<Option<(u64, u64)>> = OnceLock::new();
+    *BOTH.get_or_init(|| {
+        // SAFETY: a name.
+        let fd = unsafe { libc::memfd_create(c"gpu".as_ptr(), libc::MFD_CLOEXEC) };
+        // SAFETY: a new file, or none.
+        if unsafe { libc::ftruncate(fd, libc::off_t::try_from(MEMORY).ok()?) } != 0 {
+            return None;
+        }
+        let map = |prot| {
+            let length = usize::try_from(MEMORY).unwrap_or(0);
+            // SAFETY: a new mapping of a new file.
+            unsafe { libc::mmap(ptr::null_mut(), length, prot, libc::MAP_SHARED | libc::MAP_NORESERVE, fd, 0) }
+        };
+        let (device, view) = (map(libc::PROT_NONE), map(libc::PROT_READ | libc::PROT_WRITE));
+        // SAFETY: the mappings keep the file.
+        unsafe { libc::close(fd) };
+        (device != libc::MAP_FAILED && view != libc::MAP_FAILED).then_some((device as u64, view as u64))
+    })
+}
+
+/// GPU memory; `vmm`: as of cuMemCreate. 0 where there is none.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_alloc(length: usize, vmm: c_int) -> u64 {
+    static USED: AtomicU64 = AtomicU64::new(0);
+    let length = length.max(1).next_multiple_of(4096) as u64;
+    // A page between two allocations.
+    let offset = USED.fetch_add(length + 4096, Ordering::Relaxed);
+    let Some((device, view)) = memory().filter(|_| offset + length <= MEMORY) else { return 0 };
+    state().device.insert(device + offset, Range { length, view: view + offset, vmm: vmm != 0 });
+    device + offset
+}
+
+/// Where tests look at GPU memory.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_view(address: u64) -> *mut u8 {
+    find(&state().device, address, 1).map_or(0, |(range, offset)| range.view + offset) as *mut u8
+}
+
+/// Bytes of host memory that are pinned.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_pinned() -> u64 {
+    state().pinned.values().map(|range| range.length).sum()
+}
+
+macro_rules! driver {
+    ($($(#[$attribute:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => { $(
+        $(#[$attribute])*
+        /// # Safety
+        /// As the driver's.
+        #[unsafe(no_mangle)]
+        pub unsafe extern "C" fn $name($($argument: $type),*) -> CUresult {
+            if let Some(refusal) = refusal(stringify!($name)) {
+                return refusal;
+            }
+            $body
+        }
+    )* };
+}
+
+driver! {
+    fn cuInit(_flags: c_uint) {
+        SUCCESS
+    }
+
+    fn cuDeviceGetCount(count: *mut c_int) {
+        write!(count, 1)
+    }
+
+    fn cuDeviceGet(device: *mut c_int, ordinal: c_int) {
+        if ordinal == 0 { write!(device, 0) } else { INVALID_VALUE }
+    }
+
+    fn cuDeviceGetName(name: *mut c_char, length: c_int, _device: c_int) {
+        let text = c"Stand-in";
+        if usize::try_from(length).unwrap_or(0) < text.count_bytes() + 1 {
+            return INVALID_VALUE;
+        }
+        // SAFETY: the caller has as much room as it says.
+        unsafe { ptr::copy_nonoverlapping(text.as_ptr(), name, text.count_bytes() + 1) };
+        SUCCESS
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: *mut usize, _device: c_int) {
+        write!(context, PRIMARY)
+    }
+
+    fn cuCtxCreate_v2(context: *mut usize, _flags: c_uint, _device: c_int) {
+        if MODE.get() != RELAXED {
+            return CAPTURE_UNSUPPORTED;
+        }
+        let new = handle();
+        CONTEXTS.with_borrow_mut(|all| all.push(new));
+        write!(context, new)
+    }
+
+    fn cuCtxDestroy_v2(context: usize) {
+        if context <= PRIMARY {
+            return INVALID_CONTEXT;
+        }
+        let mut all = streams();
+        let ended: Vec<usize> = all.iter().filter(|(_, stream)| stream.context == context).map(|(&h, _)| h).collect();
+        let ended: Vec<Stream> = ended.iter().filter_map(|handle| all.remove(handle)).collect();
+        drop(all);
+        for stream in ended {
+            drop(stream.work);
+            let _ = stream.thread.join();
+        }
+        SUCCESS
+    }
+
+    fn cuCtxSetLimit(_limit: c_int, _value: usize) {
+        if current().is_some() { SUCCESS } else { INVALID_CONTEXT }
+    }
+
+    fn cuCtxPushCurrent_v2(context: usize) {
+        if context == 0 {
+            return INVALID_CONTEXT;
+        }
+        CONTEXTS.with_borrow_mut(|all| all.push(context));
+        SUCCESS
+    }
+
+    fn cuCtxPopCurrent_v2(context: *mut usize) {
+        match CONTEXTS.with_borrow_mut(Vec::pop) {
+            Some(old) => write!(context, old),
+            None => INVALID_CONTEXT,
+        }
+    }
+
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_int) {
+        // SAFETY: the caller's mode.
+        let new = unsafe { mode.read() };
+        write!(mode, MODE.replace(new))
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: *mut c_int, greatest: *mut c_int) {
+        write!(least, 0);
+        write!(greatest, -5)
+    }
+
+    fn cuStreamCreateWithPriority(stream: *mut usize, _flags: c_uint, _priority: c_int) {
+        let Some(context) = current() else { return INVALID_CONTEXT };
+        let new = handle();
+        streams().insert(new, start(context));
+        write!(stream, new)
+    }
+
+    fn cuStreamQuery(handle: usize) {
+        match streams().get(&handle) {
+            Some(stream) if stream.left.load(Ordering::Acquire) == 0 => SUCCESS,
+            Some(_) => NOT_READY,
+            None => INVALID_VALUE,
+        }
+    }
+
+    fn cuMemHostRegister_v2(address: *mut c_void, length: usize, _flags: c_uint) {
+        if MODE.get() != RELAXED {
+            return CAPTURE_UNSUPPORTED;
+        }
+        if current().is_none() {
+            return INVALID_CONTEXT;
+        }
+        let address = address as u64;
+        state().pinned.insert(address, Range { length: length as u64, view: address, vmm: false });
+        SUCCESS
+    }
+
+    fn cuMemHostUnregister(address: *mut c_void) {
+        if state().pinned.remove(&(address as u64)).is_some() { SUCCESS } else { INVALID_VALUE }
+    }
+
+    fn cuMemHostGetDevicePointer_v2(device: *mut u64, address: *mut c_void, _flags: c_uint) {
+        if find(&state().pinned, address as u64, 1).is_some() { write!(device, address as u64) } else { INVALID_VALUE }
+    }
+
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: *mut c_void) {
+        match find(&state().device, address as u64, 1) {
+            Some((range, _)) if range.vmm => write!(handle, range.view),
+            _ => INVALID_VALUE,
+        }
+    }
+
+    fn cuMemRelease(_handle: u64) {
+        SUCCESS
+    }
+
+    fn cuPointerGetAttribute(value: *mut c_void, attribute: c_int, address: u64) {
+        let state = state();
+        let on_device = find(&state.device, address, 1).is_some();
+        if !on_device && find(&state.pinned, address, 1).is_none() {
+            return INVALID_VALUE;
+        }
+        match attribute {
+            // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: device or host.
+            2 => write!(value.cast::<c_uint>(), if on_device { 2 } else { 1 }),
+            // CU_POINTER_ATTRIBUTE_IS_MANAGED, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL.
+            8 | 9 => write!(value.cast::<c_uint>(), 0),
+            _ => INVALID_VALUE,
+        }
+    }
+
+    fn cuMemcpyDtoHAsync_v2(host: *mut c_void, device: u64, length: usize, handle: usize) {
+        let (host, length) = (host as u64, length as u64);
+        let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
+        let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
+        submit(handle, Work::Copy { to: host, from: range.view + offset, length })
+    }
+
+    fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: usize) {
+        let (host, length) = (host as u64, length as u64);
+        let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
+        let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
+        submit(handle, Work::Copy { to: range.view + offset, from: host, length })
+    }
+
+    fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: c_uint, _flags: c_uint) {
+        if find(&state().pinned, address, 4).is_none() {
+            return INVALID_VALUE;
+        }
+        submit(handle, Work::Write { address, value })
+    }
+}

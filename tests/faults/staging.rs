@@ -1,0 +1,304 @@
+//! GPU memory that is copied through host memory, on a stand-in for the CUDA driver: what is reported, what is refused and
+//! how, which way gives way to which, and the end of memory that is being copied.
+
+use std::ffi::{c_int, c_void};
+use std::fs::File;
+use std::os::fd::AsFd as _;
+use std::time::Duration;
+
+use nccl_net_rdma::abi::types::ncclResult_t;
+
+use crate::cuda;
+use crate::plugin::{CUDA, Comm, DMABUF, HOST, Plugin, forget_lines, infos, pattern, warnings, warnings_with};
+use crate::rig::{Setting, alone, host, roce, until};
+
+const STAGING: (&str, &str) = ("NCCL_NET_RDMA_GPU_PATH", "staging");
+const PEERMEM_ON: (&str, &str) = ("NCCL_NET_RDMA_PEERMEM", "on");
+const STRICT: (&str, &str) = ("NCCL_NET_RDMA_STRICT", "1");
+const TAKES_DMABUF: &str = "gpu_dmabuf = true";
+
+fn driver() -> (&'static str, &'static str) {
+    ("LD_LIBRARY_PATH", cuda::folder())
+}
+
+fn fabric(device: &str) -> String {
+    host("a", &[roce("soft0", "10.0.0.1", device, "")])
+}
+
+/// A function of the stand-in.
+fn of_driver<T: Copy>(name: &std::ffi::CStr) -> T {
+    // SAFETY: a C string; the plugin or this test has loaded it.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: a live library and a C string.
+    let found = unsafe { libc::dlsym(library, name.as_ptr()) };
+    assert!(!found.is_null(), "{name:?} is missing");
+    const { assert!(size_of::<T>() == size_of::<*mut c_void>()) };
+    // SAFETY: the caller names a function and its type.
+    unsafe { std::mem::transmute_copy(&found) }
+}
+
+fn pinned() -> u64 {
+    let pinned: unsafe extern "C" fn() -> u64 = of_driver(c"stand_in_pinned");
+    // SAFETY: only looks.
+    unsafe { pinned() }
+}
+
+/// Memory of the GPU, and a look at it.
+struct Gpu {
+    at: *mut c_void,
+    len: usize,
+    view: *mut u8,
+}
+
+impl Gpu {
+    fn new(len: usize) -> Self {
+        Self::of_kind(len, 1)
+    }
+
+    fn of_kind(len: usize, vmm: c_int) -> Self {
+        let alloc: unsafe extern "C" fn(usize, c_int) -> u64 = of_driver(c"stand_in_alloc");
+        let view: unsafe extern "C" fn(u64) -> *mut u8 = of_driver(c"stand_in_view");
+        // SAFETY: gives memory.
+        let at = unsafe { alloc(len, vmm) };
+        assert_ne!(at, 0);
+        // SAFETY: of its own memory.
+        let view = unsafe { view(at) };
+        Self { at: at as *mut c_void, len, view }
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        // SAFETY: as long as this.
+        unsafe { std::slice::from_raw_parts(self.view, self.len) }.to_vec()
+    }
+
+    fn fill(&self, bytes: &[u8]) {
+        assert!(bytes.len() <= self.len);
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.view, bytes.len()) };
+    }
+
+    fn part(&self, len: usize) -> (*mut c_void, usize) {
+        (self.at, len)
+    }
+
+    fn register(&self, plugin: &Plugin, comm: Comm) -> Result<Comm, ncclResult_t> {
+        plugin.reg_mr_at(comm, self.at, self.len, CUDA)
+    }
+
+    /// By a descriptor that a test's adapter refuses.
+    fn register_dmabuf(&self, plugin: &Plugin, comm: Comm) -> Result<Comm, ncclResult_t> {
+        let file = File::open("/dev/null").unwrap();
+        plugin.reg_dma_buf_at(comm, self.at, self.len, 0, file.as_fd())
+    }
+}
+
+/// Sends what one GPU buffer has to the other.
+fn carry(plugin: &Plugin, (send, recv): (Comm, Comm), gpus: [&Gpu; 2], memory: [Comm; 2], len: usize) {
+    let [from, to] = gpus;
+    from.fill(&pattern(len));
+    let receive = until("irecv", || plugin.irecv_at(recv, to.part(len), 0, memory[1]).unwrap());
+    let sent = until("isend", || plugin.isend_at(send, from.part(len), 0, memory[0]).unwrap());
+    let (mut received, mut done) = (None, None);
+    until("both ends", || {
+        received = received.take().or_else(|| plugin.test(receive).unwrap());
+        done = done.take().or_else(|| plugin.test(sent).unwrap());
+        (received.is_some() && done.is_some()).then_some(())
+    });
+    assert_eq!(received, Some(c_int::try_from(len).unwrap()));
+    assert!(to.bytes()[..len] == from.bytes()[..len], "the bytes differ");
+}
+
+fn refused<T: std::fmt::Debug, E>(result: &Result<T, E>, parts: &[&str]) {
+    assert!(result.is_err(), "{result:?}", result = result.as_ref().ok());
+    let told = warnings();
+    assert_eq!(told.len(), 1, "{told:#?}");
+    for part in parts {
+        assert!(told[0].contains(part), "{part} is missing: {}", told[0]);
+    }
+    forget_lines();
+}
+
+#[test]
+fn staging_is_told_to_nccl_and_per_connection() {
+    let env = [STAGING, driver(), ("CUDA_STAND_IN_DELAY", "500")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        assert_eq!(plugin.properties(0).ptr_support, HOST | CUDA);
+        assert!(infos().iter().any(|l| l.contains("takes host memory, GPU memory by staging (NCCL_NET_RDMA_GPU_PATH")));
+        let pair = plugin.pair(0, 0);
+        let (from, to) = (Gpu::new(3 << 20), Gpu::new(3 << 20));
+        let memory = [from.register(&plugin, pair.0).unwrap(), to.register(&plugin, pair.1).unwrap()];
+        for len in [0, 1, 4096, 100_001, 3 << 20] {
+            carry(&plugin, pair, [&from, &to], memory, len);
+        }
+        assert_eq!(plugin.iflush(pair.1, &[0; 8], 8, memory[1]).unwrap(), None, "the copy engine wrote it");
+        for end in ["sending", "receiving"] {
+            assert!(infos().iter().any(|l| l.contains(end) && l.contains("GPU memory by staging")), "{:#?}", infos());
+        }
+        let told: Vec<String> = infos().into_iter().filter(|l| l.contains("GPU 0 (Stand-in) with peer")).collect();
+        assert!(told.len() == 2 && told[0].contains("staging; NCCL_NET_RDMA_GPU_PATH=staging"), "{told:#?}");
+        plugin.dereg_mr(pair.0, memory[0]);
+        plugin.dereg_mr(pair.1, memory[1]);
+        plugin.close(pair);
+        assert_eq!(warnings(), Vec::<String>::new());
+        assert_eq!(pinned(), 0, "nothing stays pinned");
+    });
+}
+
+#[test]
+fn connections_share_the_shadow_of_a_range() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver()] }, |_| {
+        let plugin = Plugin::started();
+        let pairs = [plugin.pair(0, 0), plugin.pair(0, 0)];
+        let gpu = Gpu::new(1 << 20);
+        let first = gpu.register(&plugin, pairs[0].0).unwrap();
+        let once = pinned();
+        assert!(once >= 1 << 20);
+        let second = gpu.register(&plugin, pairs[1].0).unwrap();
+        assert_eq!(pinned(), once);
+        plugin.dereg_mr(pairs[0].0, first);
+        assert_eq!(pinned(), once);
+        plugin.dereg_mr(pairs[1].0, second);
+        assert!(pinned() < 1 << 20);
+        pairs.into_iter().for_each(|pair| plugin.close(pair));
+    });
+}
+
+#[test]
+fn without_a_driver_staging_is_not_offered() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, ("LD_LIBRARY_PATH", "/nowhere")] }, |_| {
+        let plugin = Plugin::started();
+        assert_eq!(plugin.properties(0).ptr_support, HOST);
+        let told = warnings_with("device 0 takes host memory only");
+        assert!(told.len() == 1 && told[0].contains("no staging: there is no CUDA driver"), "{:#?}", warnings());
+    });
+}
+
+#[test]
+fn host_is_host_whatever_is_open() {
+    let env = [("NCCL_NET_RDMA_GPU_PATH", "host"), PEERMEM_ON];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        assert_eq!(plugin.properties(0).ptr_support, HOST);
+        let pair = plugin.pair(0, 0);
+        let data = pattern(100);
+        refused(&plugin.reg_mr_as(pair.1, &data, CUDA), &["soft0:1 can't register GPU memory", "GPU_PATH=host"]);
+        plugin.close(pair);
+    });
+}
+
+/// The driver carries such copies out behind the program's own kernels.
+#[test]
+fn memory_that_belongs_to_a_context_is_refused() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver()] }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        refused(&Gpu::of_kind(4096, 0).register(&plugin, pair.0), &["not of cuMemCreate", "NCCL_CUMEM_ENABLE=1"]);
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn more_than_is_staged_is_refused() {
+    let env = [STAGING, driver(), ("NCCL_NET_RDMA_STAGING_MAX", "65536")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let (large, small) = (Gpu::new(65_537), Gpu::new(65_536));
+        refused(&large.register(&plugin, pair.0), &["65537 bytes", "65536", "NCCL_NET_RDMA_STAGING_MAX"]);
+        let memory = small.register(&plugin, pair.0).unwrap();
+        plugin.dereg_mr(pair.0, memory);
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn a_driver_that_refuses_marks_is_no_driver_for_staging() {
+    let env = [STAGING, driver(), ("CUDA_STAND_IN_LACKS", "cuStreamWriteValue32_v2")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let gpu = Gpu::new(4096);
+        refused(&gpu.register(&plugin, pair.0), &["staging: cuStreamWriteValue32", "NOT_SUPPORTED"]);
+        plugin.close(pair);
+    });
+}
+
+/// The probe is the first call.
+const REFUSES: (&str, &str) = ("SOFT_HCA_FAIL", "reg_dmabuf_mr:2:EINVAL,reg_dmabuf_mr:3:EINVAL");
+
+#[test]
+fn a_dma_buf_that_is_refused_gives_way_to_staging() {
+    let env = [driver(), REFUSES, ("NCCL_NET_RDMA_PEERMEM", "off")];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        assert_eq!(plugin.properties(0).ptr_support, HOST | DMABUF);
+        let pair = plugin.pair(0, 0);
+        let (from, to) = (Gpu::new(1 << 20), Gpu::new(1 << 20));
+        let memory = [from.register_dmabuf(&plugin, pair.0).unwrap(), to.register_dmabuf(&plugin, pair.1).unwrap()];
+        carry(&plugin, pair, [&from, &to], memory, 1 << 20);
+        let told = warnings();
+        assert!(told.len() == 1 && told[0].contains("ibv_reg_dmabuf_mr on soft0"), "once for the two: {told:#?}");
+        assert!(told[0].contains("GPU memory goes by staging instead"), "{told:#?}");
+        plugin.dereg_mr(pair.0, memory[0]);
+        plugin.dereg_mr(pair.1, memory[1]);
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn a_dma_buf_that_is_refused_gives_way_to_peermem() {
+    let env = [driver(), REFUSES, PEERMEM_ON];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        // Host memory, which a software adapter registers by its address.
+        let data = pattern(10_000);
+        let file = File::open("/dev/null").unwrap();
+        let memory = plugin.reg_dma_buf(pair.0, &data, 0, file.as_fd()).unwrap();
+        let told = warnings();
+        assert!(told.len() == 1 && told[0].contains("GPU memory goes by nvidia_peermem instead"), "{told:#?}");
+        plugin.dereg_mr(pair.0, memory);
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn strict_lets_nothing_give_way() {
+    let env = [driver(), REFUSES, PEERMEM_ON, STRICT];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let gpu = Gpu::new(4096);
+        refused(&gpu.register_dmabuf(&plugin, pair.0), &["ibv_reg_dmabuf_mr on soft0", "NCCL_NET_RDMA_STRICT is set"]);
+        plugin.close(pair);
+    });
+}
+
+/// NCCL gives memory back in the middle of a copy, when it aborts, and frees it.
+#[test]
+fn a_copy_ends_before_its_memory_is_given_back() {
+    let env = [STAGING, driver(), ("CUDA_STAND_IN_DELAY", "40000"), ("NCCL_NET_RDMA_STAGING_CHUNK", "65536")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let (from, to) = (Gpu::new(1 << 20), Gpu::new(1 << 20));
+        from.fill(&pattern(1 << 20));
+        let memory = [from.register(&plugin, pair.0).unwrap(), to.register(&plugin, pair.1).unwrap()];
+        let receive = until("irecv", || plugin.irecv_at(pair.1, to.part(1 << 20), 0, memory[1]).unwrap());
+        let send = until("isend", || plugin.isend_at(pair.0, from.part(1 << 20), 0, memory[0]).unwrap());
+        until("the first copy at the receiver", || {
+            assert_eq!((plugin.test(send).unwrap(), plugin.test(receive).unwrap()), (None, None));
+            to.bytes().iter().any(|&b| b != 0).then_some(())
+        });
+        plugin.dereg_mr(pair.1, memory[1]);
+        let then = to.bytes();
+        to.fill(&vec![7; 1 << 20]);
+        plugin.dereg_mr(pair.0, memory[0]);
+        plugin.close(pair);
+        assert!(then != from.bytes(), "it was in the middle");
+        assert_eq!(pinned(), 0);
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(to.bytes().iter().all(|&b| b == 7), "written after it was given back");
+    });
+}
