@@ -292,8 +292,9 @@ impl Stager {
     pub(super) fn pin(&self, pages: &Pages) -> Result<(), String> {
         let _entered = Entered::enter(self.context)?;
         let at = pages.base().as_ptr().cast();
+        let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
         // SAFETY: whole pages of ours.
-        let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), cu::CU_MEMHOSTREGISTER_PORTABLE) };
+        let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), flags) };
         check(&format!("cuMemHostRegister of {} bytes", pages.len()), result)
     }
 
