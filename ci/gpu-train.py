@@ -75,7 +75,8 @@ def train(rank: int, ranks: int, store: str, alone: bool) -> dict:
     torch.cuda.synchronize()
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
+        # Without numpy, which PyTorch does not need.
+        digest.update(bytes(parameter.detach().cpu().flatten().view(torch.uint8).tolist()))
     if not alone:
         dist.destroy_process_group()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
