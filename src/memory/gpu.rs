@@ -128,6 +128,19 @@ pub fn describe(address: u64) -> Option<String> {
     Some(format!("GPU {ordinal} ({})", name(ordinal).ok()?))
 }
 
+/// Where the GPU is that holds this memory; None where no driver knows it.
+pub fn bus_id(address: u64) -> Option<String> {
+    available().ok()?;
+    let mut device = 0;
+    // SAFETY: one device to write.
+    check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal(address).ok()?) }).ok()?;
+    let mut text = [0u8; 32];
+    // SAFETY: room for a text of the size that the call is told.
+    check("cuDeviceGetPCIBusId", unsafe { cu::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), 31, device) }).ok()?;
+    let end = text.iter().position(|&b| b == 0).unwrap_or(0);
+    Some(String::from_utf8_lossy(&text[..end]).into_owned())
+}
+
 fn name(ordinal: c_int) -> Result<String, String> {
     let mut device = 0;
     // SAFETY: one device to write.

@@ -58,6 +58,8 @@ pub struct Gpu {
     pub bar1_bytes: Option<u64>,
     pub numa_node: Option<u32>,
     pub link: Option<Link>,
+    #[serde(skip)]
+    function: Function,
 }
 
 /// A bridge that stands between a NIC and a GPU.
@@ -122,36 +124,40 @@ pub struct Use<F> {
 }
 
 impl Report {
-    /// Looks at the machine under `root`.
-    pub fn look(root: &Path, nics: Vec<Nic>) -> Self {
-        let found = gpus::find(root);
-        let numa_nodes = distance::numa_nodes(root);
-        let mut pairs = Vec::with_capacity(nics.len() * found.len());
-        for nic in &nics {
-            for gpu in &found {
-                let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
-                let (distance, bridges) = match &nic.function {
-                    Some(function) => (
-                        Distance::between(function, &gpu.function, numa_nodes),
-                        distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
-                    ),
-                    None => (Distance::Unknown, Vec::new()),
-                };
-                pairs.push(Pair { nic: nic.name.clone(), gpu: gpu.function.bus_id().to_owned(), distance, bridges });
-            }
+    /// The machine under `root`, so far without NICs.
+    pub fn look(root: &Path) -> Self {
+        let gpu = |gpu: gpus::Gpu| Gpu {
+            bus_id: gpu.function.bus_id().to_owned(),
+            numa_node: gpu.function.numa_node(),
+            link: Link::read(&gpu.function),
+            name: gpu.name,
+            generation: gpu.generation,
+            bar1_bytes: gpu.bar1_bytes,
+            function: gpu.function,
+        };
+        Self {
+            peer_memory: peermem::find(root),
+            numa_nodes: distance::numa_nodes(root),
+            nics: Vec::new(),
+            gpus: gpus::find(root).into_iter().map(gpu).collect(),
+            pairs: Vec::new(),
         }
-        let gpus = found
-            .into_iter()
-            .map(|gpu| Gpu {
-                bus_id: gpu.function.bus_id().to_owned(),
-                numa_node: gpu.function.numa_node(),
-                link: Link::read(&gpu.function),
-                name: gpu.name,
-                generation: gpu.generation,
-                bar1_bytes: gpu.bar1_bytes,
-            })
-            .collect();
-        Self { peer_memory: peermem::find(root), numa_nodes, nics, gpus, pairs }
+    }
+
+    /// Adds a NIC, with each GPU.
+    pub fn add(&mut self, nic: Nic) {
+        let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+        for gpu in &self.gpus {
+            let (distance, bridges) = match &nic.function {
+                Some(function) => (
+                    Distance::between(function, &gpu.function, self.numa_nodes),
+                    distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
+                ),
+                None => (Distance::Unknown, Vec::new()),
+            };
+            self.pairs.push(Pair { nic: nic.name.clone(), gpu: gpu.bus_id.clone(), distance, bridges });
+        }
+        self.nics.push(nic);
     }
 
     pub fn nic(&self, name: &str) -> Option<&Nic> {
@@ -363,8 +369,7 @@ mod tests {
         let path = format!("{SWITCH}/0000:82:01.0/0000:84:00.0");
         fake.gpu(&format!("{SWITCH}/0000:82:00.0/0000:83:00.0"), "0\n").nic(&path, "0\n");
         fake.gpu("pci0000:c0/0000:c0:01.0/0000:c1:00.0", "1\n");
-        let nic = nic("mlx5_0", fake, &path, gbps);
-        Report::look(fake.root(), vec![nic])
+        machine_again(fake, gbps)
     }
 
     fn found(report: &Report, gdr: bool, forced: bool) -> Vec<(Severity, String)> {
@@ -411,7 +416,9 @@ mod tests {
 
     fn machine_again(fake: &Fake, gbps: f64) -> Report {
         let path = format!("{SWITCH}/0000:82:01.0/0000:84:00.0");
-        Report::look(fake.root(), vec![nic("mlx5_0", fake, &path, gbps)])
+        let mut report = Report::look(fake.root());
+        report.add(nic("mlx5_0", fake, &path, gbps));
+        report
     }
 
     /// V18.
