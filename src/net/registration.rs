@@ -51,7 +51,7 @@ impl Paths {
     /// For the GPU that has this memory.
     fn choice(&self, address: u64) -> &Choice {
         let gpu = if self.choices.differ() { gpu::bus_id(address) } else { None };
-        gpu.map_or(self.choices.nic(), |bus| self.choices.gpu(&bus))
+        gpu.map_or_else(|| self.choices.nic(), |bus| self.choices.gpu(&bus))
     }
 
     fn lane(&self, stager: &Arc<Stager>, direction: Direction) -> Result<Arc<Lane>, String> {
