@@ -118,8 +118,10 @@ fn start(context: usize) -> Stream {
     let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
     let thread = std::thread::spawn(move || {
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
-        while context == PRIMARY {
-            std::thread::park();
+        if context == PRIMARY {
+            loop {
+                std::thread::park();
+            }
         }
         for item in todo {
             match item {
