@@ -166,10 +166,11 @@ impl Survey {
 
     /// For people: NICs, GPUs, and each pair with its way.
     pub fn lines(&self) -> Vec<String> {
+        let driver = self.report.gpu_driver.iter().map(|d| format!("GPU driver: {}", d.version));
         let nics = self.report.nics.iter().map(ToString::to_string);
         let gpus = self.report.gpus.iter().map(ToString::to_string);
         let pairs = self.report.pairs.iter().map(|pair| format!("{pair}: {}", self.of_pair(pair)));
-        nics.chain(gpus).chain(pairs).collect()
+        nics.chain(driver).chain(gpus).chain(pairs).collect()
     }
 }
 

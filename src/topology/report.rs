@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::config_space::Acs;
 use super::distance::{self, Distance};
 use super::function::Function;
-use super::gpus::{self, Generation};
+use super::gpus::{self, Driver, Generation};
 use super::link::Link;
 use super::peermem::{self, PeerDriver};
 
@@ -106,6 +106,7 @@ impl fmt::Display for Finding {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     pub peer_memory: PeerDriver,
+    pub gpu_driver: Option<Driver>,
     pub numa_nodes: usize,
     pub nics: Vec<Nic>,
     pub gpus: Vec<Gpu>,
@@ -137,6 +138,7 @@ impl Report {
         };
         Self {
             peer_memory: peermem::find(root),
+            gpu_driver: gpus::driver(root),
             numa_nodes: distance::numa_nodes(root),
             nics: Vec::new(),
             gpus: gpus::find(root).into_iter().map(gpu).collect(),
@@ -178,6 +180,17 @@ impl Report {
                 && let Some((severity, text)) = slow_link(link, nic.port_gbps)
             {
                 add(severity, &nic.name, text);
+            }
+            if let Some(driver) = self.gpu_driver.as_ref().filter(|d| !d.open)
+                && nic.open == ["dma-buf"]
+                && self.pairs_of(&nic.name).any(|(pair, _)| (how.gdr)(pair))
+            {
+                let text = format!(
+                    "it takes GPU memory by dma-buf alone, and the GPU driver exports none ({}): that takes NVIDIA's open kernel \
+                     modules, or else nvidia_peermem; without either NCCL copies through host memory",
+                    driver.version
+                );
+                add(Severity::Warning, &nic.name, text);
             }
             if how.relaxed_ordering && nic.relaxed_ordering == Some(false) {
                 add(
@@ -458,6 +471,24 @@ mod tests {
         };
         assert!(small(true).is_some_and(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has 256 MiB")));
         assert_eq!(small(false), None);
+    }
+
+    /// N48, N56.
+    #[test]
+    fn a_driver_that_exports_no_dma_buf_is_a_warning_where_nothing_else_is_open() {
+        let fake = Fake::new();
+        machine(&fake, 200.0);
+        let warns = |version: &str, ways: &[&'static str]| {
+            fake.put("proc/driver/nvidia/version", format!("NVRM version: {version}\n"));
+            let mut report = machine_again(&fake, 200.0);
+            report.nics[0].open = ways.to_vec();
+            found(&report, true, false)
+                .iter()
+                .any(|(s, t)| *s == Severity::Warning && t.contains("exports none (NVIDIA"))
+        };
+        let (open, closed) = ("NVIDIA UNIX Open Kernel Module for x86_64 580", "NVIDIA UNIX x86_64 Kernel Module 535");
+        assert!(warns(closed, &["dma-buf"]));
+        assert!(!warns(closed, &["dma-buf", "nvidia_peermem"]) && !warns(open, &["dma-buf"]));
     }
 
     #[test]

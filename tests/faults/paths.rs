@@ -226,3 +226,15 @@ fn a_profile_that_says_host_offers_no_gpu_memory() {
         contains(&infos(), &["device 0 takes host memory only", "profile profile.json: host memory is best"]);
     });
 }
+
+/// V12.
+#[test]
+fn device_nodes_that_are_missing_are_named() {
+    alone(&Setting { fabric: Some(&host("a", &[])), ..Setting::default() }, |room| {
+        let plugin = on_machine(room, &[("sys/class/infiniband/mlx5_0/node_type", "1: CA\n")]);
+        assert_eq!(plugin.devices(), 0);
+        let told = warnings();
+        assert_eq!(told.len(), 1, "{told:#?}");
+        contains(&told, &["no RDMA device can be used", "mlx5_0", "device nodes are missing: /dev/infiniband"]);
+    });
+}
