@@ -4,7 +4,7 @@
 //! is right, see `transfer::staging`.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError, Weak};
 
 use super::Pages;
 use super::gpu::Stager;
@@ -12,13 +12,15 @@ use super::gpu::Stager;
 /// Host memory that stands for GPU memory.
 #[derive(Debug)]
 pub struct Shadow {
-    range: (u64, usize),
+    range: Range,
     pages: Pages,
     stager: Arc<Stager>,
 }
 
-/// By address and length of the GPU memory.
-static SHADOWS: Mutex<Option<HashMap<(u64, usize), Weak<Shadow>>>> = Mutex::new(None);
+/// Address and length of GPU memory.
+type Range = (u64, usize);
+
+static SHADOWS: LazyLock<Mutex<HashMap<Range, Weak<Shadow>>>> = LazyLock::new(Mutex::default);
 
 /// What lies at one place in a page lies at the same in the shadow's.
 const PAGE: u64 = 4096;
@@ -27,7 +29,6 @@ impl Shadow {
     /// The shadow of this range of the stager's GPU.
     pub fn of(address: u64, length: usize, stager: &Arc<Stager>) -> Result<Arc<Self>, String> {
         let mut all = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
-        let all = all.get_or_insert_with(HashMap::new);
         let range = (address, length);
         if let Some(shadow) = all.get(&range).and_then(Weak::upgrade) {
             return Ok(shadow);
@@ -49,10 +50,8 @@ impl Shadow {
 impl Drop for Shadow {
     fn drop(&mut self) {
         let mut all = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(all) = &mut *all
-            // Another may have been made since the last use of this one.
-            && all.get(&self.range).is_some_and(|shadow| shadow.strong_count() == 0)
-        {
+        // Another may have been made since the last use of this one.
+        if all.get(&self.range).is_some_and(|shadow| shadow.strong_count() == 0) {
             all.remove(&self.range);
         }
         drop(all);

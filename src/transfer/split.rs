@@ -163,8 +163,9 @@ mod tests {
         fn pieces_are_few_and_fit_a_send_queue(size in 0u64..1 << 33, chunk in 128u64..1 << 20, max_write in prop::sample::select(vec![128u64, 512, 4096, 1 << 23, 1 << 31])) {
             let size = size.min(max_write * u64::from(SEND_WRS));
             let length = piece(size, chunk, max_write);
-            prop_assert!(length == 0 && size == 0 || length % ALIGN == 0 && size.div_ceil(length) <= MAX_PORTIONS as u64);
-            let whole = if length == 0 { 0 } else { size / length };
+            prop_assert!(length.is_multiple_of(ALIGN) && (size == 0) == (length == 0));
+            let whole = size.checked_div(length).unwrap_or(0);
+            prop_assert!(whole <= MAX_PORTIONS as u64 && (size == whole * length || whole < MAX_PORTIONS as u64));
             let wrs = whole * writes(length, max_write) + writes(size - whole * length, max_write);
             prop_assert!(wrs <= u64::from(SEND_WRS) + 1);
             prop_assert!(wrs <= u64::from(SEND_WRS) || size == whole * length, "the last is not empty");

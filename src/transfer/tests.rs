@@ -208,6 +208,28 @@ impl Copier for Late {
     }
 }
 
+/// An end of a GPU that has failed.
+#[derive(Debug)]
+struct Broken;
+
+impl Copier for Broken {
+    unsafe fn start(&self, _: &[CopyWr]) -> Result<(), String> {
+        Err("no such GPU".to_owned())
+    }
+
+    fn reached(&self) -> u32 {
+        0
+    }
+
+    fn check(&self) -> Result<(), String> {
+        Err("no such GPU".to_owned())
+    }
+
+    fn settle(&self) -> Result<(), String> {
+        Ok(())
+    }
+}
+
 impl Late {
     fn new(to_gpu: bool) -> Arc<Self> {
         Arc::new(Self { to_gpu, ..Self::default() })
@@ -465,7 +487,7 @@ proptest! {
         which in 1usize..4,
         hints: bool,
     ) {
-        let stages = [0, 1].map(|side| (which >> side & 1 == 1).then(|| sizes.0..sizes.1));
+        let stages = [0, 1].map(|side| (which >> side & 1 == 1).then_some(sizes.0..sizes.1));
         play(seed, pair_of(rails, qps, 1, threshold, max_write), if hints { 700 } else { 80 }, hints, &stages);
     }
 }
@@ -1018,4 +1040,134 @@ fn a_group_whose_first_entry_was_reused_is_still_matched() {
     while p.net.borrow_mut().step(&mut rng) {}
     let done = p.receiver.test(first).expect("no fault");
     assert!(matches!(done, RecvProgress::Done { sizes } if sizes.len() == 8));
+}
+
+fn receive(p: &mut Pair, memory: &mut Memory) -> u8 {
+    let (address, size) = (memory.bytes.as_mut_ptr() as u64, memory.bytes.len() as u64);
+    let b = Buffer { address, size, tag: 0, keys: memory.keys() };
+    // SAFETY: the tests keep the memory.
+    unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room")
+}
+
+fn send(p: &mut Pair, memory: &Memory) -> Result<Option<u8>, Fault> {
+    // SAFETY: the tests keep the memory.
+    unsafe { p.sender.isend(memory.bytes.as_ptr() as u64, memory.bytes.len() as u64, 0, memory.keys()) }
+}
+
+/// The copy of the first part and the sending of the rest overlap at both ends, whoever stages.
+#[test]
+fn a_receiver_that_stages_gets_portions_from_any_sender() {
+    let copier = Late::new(true);
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let from = Memory::new(vec![7; 5000], None, 0..0);
+    let mut to = Memory::new(vec![0; 5000], Some(&copier), 1..u64::MAX);
+    let mut rng = Rng(5);
+    let r = receive(&mut p, &mut to);
+    while p.net.borrow_mut().step(&mut rng) {}
+    let s = send(&mut p, &from).expect("no fault").expect("a credit");
+    assert_eq!(p.net.borrow().sides[0].wires[0].len(), 5, "chunks of 1024");
+    p.net.borrow_mut().step(&mut rng);
+    p.net.borrow_mut().step(&mut rng);
+    assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending);
+    while copier.step() {}
+    assert_eq!(to.bytes.iter().filter(|&&b| b == 7).count(), 2048, "what is there is copied");
+    while p.net.borrow_mut().step(&mut rng) {}
+    assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending, "all is in the shadow");
+    assert_eq!((p.receiver.open(), to.keys.in_flight()), (0, 1), "the ring entry is free, the memory is not");
+    while copier.step() {}
+    assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Done { sizes: &[5000] });
+    assert_eq!(to.bytes, from.bytes);
+    assert_eq!(p.sender.test(s).expect("no fault"), SendProgress::Done { size: 5000 });
+}
+
+/// However late the copies: what was taken can be posted, the rest waits.
+#[test]
+fn a_sender_whose_copies_are_late_answers_again() {
+    let copier = Late::new(false);
+    let mut p = pair(2, 2, 1, 1 << 20);
+    let from = Memory::new(vec![7; 16 << 10], Some(&copier), 1..u64::MAX);
+    let mut to = Memory::new(vec![0; 16 << 10], None, 0..0);
+    let mut rng = Rng(5);
+    let receives: Vec<u8> = (0..RECV_REQUESTS).map(|_| receive(&mut p, &mut to)).collect();
+    while p.net.borrow_mut().step(&mut rng) {}
+    let mut sends = Vec::new();
+    while let Some(request) = send(&mut p, &from).expect("no fault") {
+        sends.push(request);
+    }
+    assert_eq!(sends.len(), 256 / 16);
+    assert!(p.net.borrow().sides[0].wires.iter().all(VecDeque::is_empty), "nothing is copied");
+    while sends.len() < receives.len() {
+        copier.step();
+        sends.extend(send(&mut p, &from).expect("no fault"));
+        p.net.borrow_mut().step(&mut rng);
+    }
+    while copier.step() {}
+    for request in sends {
+        while p.sender.test(request).expect("no fault") == SendProgress::Pending {
+            p.net.borrow_mut().step(&mut rng);
+        }
+    }
+    assert_eq!((from.keys.in_flight(), p.sender.owed().bytes), (0, 0));
+    for request in receives {
+        assert_eq!(p.receiver.test(request).expect("no fault"), RecvProgress::Done { sizes: &[16 << 10] });
+    }
+}
+
+/// NCCL frees what a send that is done was sent from.
+#[test]
+fn a_send_that_the_closed_peer_does_not_need_is_done_when_its_copy_is() {
+    let copier = Late::new(false);
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let from = Memory::new(vec![7; 3000], Some(&copier), 1..u64::MAX);
+    let mut to = Memory::new(vec![0; 3000], None, 0..0);
+    receive(&mut p, &mut to);
+    while p.net.borrow_mut().step(&mut Rng(5)) {}
+    let s = send(&mut p, &from).expect("no fault").expect("a credit");
+    assert!(p.sender.settle(1));
+    assert!(!copier.step(), "no copy is under way");
+    assert_eq!(p.sender.test(s).expect("no fault"), SendProgress::Done { size: 3000 });
+    p.sender.poll().expect("no fault");
+    assert_eq!((p.net.borrow().sides[0].posts, p.sender.room(0)), (0, SEND_WRS), "and is not posted any more");
+}
+
+#[test]
+fn a_copy_that_is_refused_ends_the_connection() {
+    let shadow = || Shadow {
+        offset: 64,
+        lkeys: [3; MAX_RAILS],
+        rkeys: [4; MAX_RAILS],
+        sizes: 1..u64::MAX,
+        copier: Arc::new(Broken),
+    };
+    let broken = |bytes| {
+        let mut memory = Memory::new(bytes, None, 0..0);
+        memory.keys = Box::new(Keys::new([1; MAX_RAILS], [2; MAX_RAILS], false).staged_by(shadow()));
+        memory
+    };
+    let (mut p, mut to) = (pair(1, 1, 1, 1 << 20), Memory::new(vec![0; 8], None, 0..0));
+    receive(&mut p, &mut to);
+    while p.net.borrow_mut().step(&mut Rng(5)) {}
+    let from = broken(vec![7; 8]);
+    let fault = send(&mut p, &from).expect_err("no GPU").to_string();
+    assert!(fault.contains("staging: no such GPU"), "{fault}");
+    assert!(send(&mut p, &from).is_err() || p.sender.fault().is_some(), "it stays");
+    // The receiving side is told by the look that the watch asks for, or by the first portion.
+    let (mut p, mut to) = (pair(1, 1, 1, 1 << 20), broken(vec![0; 8]));
+    let r = receive(&mut p, &mut to);
+    assert!(p.receiver.check_copies().is_err());
+    assert!(matches!(p.receiver.test(r), Err(Fault::Copy(_))));
+}
+
+/// The immediate is the peer's word.
+#[test]
+fn portions_with_a_gap_are_refused() {
+    let copier = Late::new(true);
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let mut to = Memory::new(vec![0; 100], Some(&copier), 1..u64::MAX);
+    let r = receive(&mut p, &mut to);
+    let wr_id = Receiver::<End>::recv_wr_id(0);
+    let imm = |portion, portions| Imm { sequence: 1, portion, portions, plain: 0 }.pack();
+    p.net.borrow_mut().sides[1].cqs[0].extend([Wc::arrived(wr_id, 8, imm(5, 6)), Wc::arrived(wr_id, 8, imm(0, 2))]);
+    let fault = p.receiver.test(r).expect_err("portion 1 never came").to_string();
+    assert!(fault.contains("gaps"), "{fault}");
 }

@@ -121,8 +121,10 @@ fn start(context: usize) -> Stream {
     let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
     let thread = std::thread::spawn(move || {
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
-        while context == PRIMARY {
-            std::thread::park();
+        if context == PRIMARY {
+            loop {
+                std::thread::park();
+            }
         }
         for item in todo {
             match item {
@@ -258,6 +260,16 @@ driver! {
         SUCCESS
     }
 
+    fn cuDeviceGetPCIBusId(text: *mut c_char, length: c_int, _device: c_int) {
+        let bus_id = c"0000:83:00.0";
+        if usize::try_from(length).unwrap_or(0) < bus_id.count_bytes() + 1 {
+            return INVALID_VALUE;
+        }
+        // SAFETY: the caller has as much room as it says.
+        unsafe { ptr::copy_nonoverlapping(bus_id.as_ptr(), text, bus_id.count_bytes() + 1) };
+        SUCCESS
+    }
+
     fn cuDevicePrimaryCtxRetain(context: *mut usize, _device: c_int) {
         write!(context, PRIMARY)
     }
@@ -375,16 +387,6 @@ driver! {
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
         // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; of all others it has none.
         write!(value, if attribute == 75 { 9 } else { 0 })
-    }
-
-    fn cuDeviceGetPCIBusId(id: *mut c_char, length: c_int, _device: c_int) {
-        let text = c"0000:ff:1f.0";
-        if usize::try_from(length).unwrap_or(0) < text.count_bytes() + 1 {
-            return INVALID_VALUE;
-        }
-        // SAFETY: the caller has as much room as it says.
-        unsafe { ptr::copy_nonoverlapping(text.as_ptr(), id, text.count_bytes() + 1) };
-        SUCCESS
     }
 
     fn cuStreamQuery(handle: usize) {
