@@ -75,7 +75,8 @@ def train(rank: int, ranks: int, store: str, alone: bool) -> dict:
     torch.cuda.synchronize()
     digest = hashlib.sha256()
     for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
+        # Without numpy, which PyTorch does not need.
+        digest.update(bytes(parameter.detach().cpu().flatten().view(torch.uint8).tolist()))
     if not alone:
         dist.destroy_process_group()
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
@@ -167,7 +168,8 @@ class Launcher:
         channels = [line.split(" via NET/", 1)[1] for line in text.splitlines() if " via NET/" in line]
         direct = sum("/GDRDMA" in channel for channel in channels)
         want = len(channels) if path in ("dmabuf", "staging") else 0
-        staged = "GPU memory by staging" in text
+        # To NCCL staging looks like GPUDirect; the plugin says which it is.
+        staged = ": staging; " in text
         if used != {net} or not channels or not all(channel.startswith(f"{net}/") for channel in channels):
             raise Failed(f"{log}: NCCL used {used or 'no network'}, channels {sorted(set(channels))}; expected {net}")
         if direct != want or staged != (path == "staging"):

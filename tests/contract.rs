@@ -11,6 +11,8 @@ mod tests {
     use std::path::{Path, PathBuf};
     use std::process::Command;
 
+    use nccl_net_rdma::memory::profile::{Adapter, Profile};
+
     fn root() -> &'static Path {
         Path::new(env!("CARGO_MANIFEST_DIR"))
     }
@@ -53,6 +55,35 @@ mod tests {
         ];
         let fabric = short(&fabric(8, 2, "Ethernet"), &[1 << 20, 300_001]);
         staged("staged, two rails", "both", Some(fabric), &settings, &["--procs", "2", "--quick"]);
+    }
+
+    /// The command's measurement of paths, where the GPU is the stand-in: staging and host memory, and the profile.
+    #[test]
+    fn paths_are_measured_and_make_a_profile() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let out = folder.path().join("paths");
+        let output = Command::new(built("bin/nccl-rdma"))
+            .args(["bench", "paths", "--max", "256K", "--rounds", "1", "--budget", "2", "--paths", "staging,host"])
+            .arg("--plugin")
+            .arg(built("lib/libnccl-net-rdma.so"))
+            .arg("--adapter")
+            .arg(built("soft-hca/libibverbs.so.1"))
+            .arg("--out")
+            .arg(&out)
+            .envs([("LD_LIBRARY_PATH", crate::cuda::folder()), ("CUDA_STAND_IN_DELAY", "100")])
+            .output()
+            .expect("the command runs");
+        let told = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        assert!(output.status.success(), "{told}");
+        assert!(told.contains("staging: device soft_gpu0, GPU memory by address"), "{told}");
+        assert!(told.contains("These figures\nprove that the tool works"), "{told}");
+        let profile = Profile::load(&out.join("profile.json")).expect("a profile");
+        let pair = &profile.pairs[0];
+        assert_eq!((profile.adapter, &*pair.gpu.name, pair.sizes.len()), (Adapter::SoftHca, "Stand-in", 16));
+        assert!(pair.sizes.iter().all(|size| size.staging.is_some() && size.host.is_some() && size.gdr.is_none()));
+        assert!(pair.host(), "copies that are late are no faster than none");
+        let pcie = pair.sizes[0].staging.expect("measured").pcie_bytes_per_byte;
+        assert!((pcie - 2.0).abs() < f64::EPSILON, "{pcie}");
     }
 
     /// A fabric of `hosts` hosts named as the driver names them (h0, h1, ...), each with `rails` ports.

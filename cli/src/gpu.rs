@@ -1,6 +1,8 @@
 //! The CUDA driver and NCCL, both loaded at run time: as much of them as NCCL's operations and a kernel need. Where
 //! either is missing the error is an [`Absent`].
 
+mod mapped;
+
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -41,6 +43,7 @@ fn cu(call: &str, result: CUresult) -> anyhow::Result<()> {
 /// A GPU with its primary context current on this thread, and a stream.
 #[derive(Debug)]
 pub(crate) struct Gpu {
+    device: cuda::CUdevice,
     stream: cuda::CUstream,
 }
 
@@ -80,7 +83,7 @@ impl Gpu {
         let flags = cuda::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; one pointer to write.
         cu("cuStreamCreate", unsafe { cuda::cuStreamCreate(&raw mut stream, flags) })?;
-        Ok(Self { stream })
+        Ok(Self { device, stream })
     }
 
     pub(crate) fn alloc(&self, bytes: usize) -> anyhow::Result<DeviceMemory> {
@@ -88,7 +91,7 @@ impl Gpu {
         // SAFETY: a context is current; one address to write.
         let result = unsafe { cuda::cuMemAlloc_v2(&raw mut address, bytes.max(256)) };
         cu("cuMemAlloc", result).with_context(|| format!("{bytes} bytes of GPU memory"))?;
-        Ok(DeviceMemory { address, bytes })
+        Ok(DeviceMemory { address, bytes, mapped: None })
     }
 
     /// Where the GPU sits, as `0000:1b:00.0`.
@@ -269,6 +272,8 @@ impl Drop for Graph {
 pub(crate) struct DeviceMemory {
     address: cuda::CUdeviceptr,
     bytes: usize,
+    /// What is mapped there, if it was not simply allocated.
+    mapped: Option<cuda::CUmemGenericAllocationHandle>,
 }
 
 impl DeviceMemory {
@@ -333,6 +338,9 @@ impl Place<'_> {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
+        if let Some(handle) = self.mapped {
+            return mapped::free(self.address, self.bytes, handle);
+        }
         // SAFETY: allocated by cuMemAlloc; every operation on it has been waited for. A failure leaks, no more.
         let _ = unsafe { cuda::cuMemFree_v2(self.address) };
     }

@@ -77,7 +77,7 @@ fn cells(row: &Row) -> String {
 }
 
 /// Slow networks (an emulated one moves 0.015) need more digits.
-fn gigabytes(rate: f64) -> String {
+pub(crate) fn gigabytes(rate: f64) -> String {
     if rate < 1.0 { format!("{rate:.5}") } else { format!("{rate:.3}") }
 }
 

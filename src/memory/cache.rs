@@ -192,7 +192,7 @@ impl Drop for Connected {
     fn drop(&mut self) {
         if self.0.connections.fetch_sub(1, Ordering::AcqRel) == 1 {
             let device = self.0.pd.context().name();
-            tracing::info!(target: "reg", "{device}: last connection closed: {}", self.0.stats());
+            tracing::info!(target: "init", "{device}: last connection closed: {}", self.0.stats());
         }
     }
 }

@@ -20,7 +20,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
@@ -128,6 +128,19 @@ pub fn describe(address: u64) -> Option<String> {
     Some(format!("GPU {ordinal} ({})", name(ordinal).ok()?))
 }
 
+/// Where the GPU is that holds this memory; None where no driver knows it.
+pub fn bus_id(address: u64) -> Option<String> {
+    available().ok()?;
+    let mut device = 0;
+    // SAFETY: one device to write.
+    check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal(address).ok()?) }).ok()?;
+    let mut text = [0u8; 32];
+    // SAFETY: room for a text of the size that the call is told.
+    check("cuDeviceGetPCIBusId", unsafe { cu::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), 31, device) }).ok()?;
+    let end = text.iter().position(|&b| b == 0).unwrap_or(0);
+    Some(String::from_utf8_lossy(&text[..end]).into_owned())
+}
+
 fn name(ordinal: c_int) -> Result<String, String> {
     let mut device = 0;
     // SAFETY: one device to write.
@@ -168,6 +181,8 @@ pub struct Stager {
     /// From the GPU, and to it.
     streams: [cu::CUstream; 2],
     words: Mutex<Words>,
+    /// A copy did not end: nobody else needs to wait as long for that.
+    hangs: AtomicBool,
 }
 
 // SAFETY: CUDA's handles may be used from any thread, at once too.
@@ -218,6 +233,7 @@ impl Stager {
     /// The stager of the GPU that holds this range; or why it can't be staged.
     pub fn of(address: u64, length: usize) -> Result<Arc<Self>, String> {
         available()?;
+        let _relaxed = Relaxed::enter()?;
         let ordinal = ordinal(address)?;
         let last = address.saturating_add(length.saturating_sub(1) as u64);
         if !is_of_no_context(address) || !is_of_no_context(last) {
@@ -236,28 +252,32 @@ impl Stager {
         Ok(stager)
     }
 
+    /// With the capture mode relaxed.
     fn open(ordinal: c_int) -> Result<Self, String> {
         let mut device = 0;
         // SAFETY: one device to write.
         check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) })?;
         let name = name(ordinal)?;
-        let _relaxed = Relaxed::enter()?;
         let mut context = ptr::null_mut();
         // SAFETY: one context to write; it is current from here on.
         check("cuCtxCreate", unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, device) })?;
-        let mut stager = Self { ordinal, name, context, streams: [ptr::null_mut(); 2], words: Mutex::default() };
+        let mut stager = Self {
+            ordinal,
+            name,
+            context,
+            streams: [ptr::null_mut(); 2],
+            words: Mutex::default(),
+            hangs: AtomicBool::new(false),
+        };
         let ready = stager.prepare();
         // SAFETY: pops the context that was just made.
         unsafe { cu::cuCtxPopCurrent_v2(&raw mut context) };
         ready?;
         // A first mark on each stream: does this GPU write them?
-        let stager_ref = &stager;
-        let word = stager_ref.take_word()?;
-        for direction in [Direction::FromGpu, Direction::ToGpu] {
-            let fence = u32::from(direction == Direction::ToGpu) + 1;
-            stager_ref.fence(direction, word, fence)?;
-        }
-        stager_ref.give_back(word);
+        let word = stager.take_word()?;
+        stager.fence(Direction::FromGpu, word, 1)?;
+        stager.fence(Direction::ToGpu, word, 2)?;
+        stager.give_back(word);
         Ok(stager)
     }
 
@@ -310,20 +330,20 @@ impl Stager {
         if words.free.is_empty() {
             let pages = Pages::map(LINE).map_err(|e| format!("memory for marks: {e}"))?;
             self.pin(&pages)?;
+            let (base, len) = (pages.base(), pages.len());
+            words.pages.push(pages);
             let mut gpu = 0;
             {
                 let _entered = Entered::enter(self.context)?;
-                let at = pages.base().as_ptr().cast();
                 // SAFETY: one address to write; pinned above.
-                let result = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut gpu, at, 0) };
+                let result = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut gpu, base.as_ptr().cast(), 0) };
                 check("cuMemHostGetDevicePointer", result)?;
             }
-            for offset in (0..pages.len()).step_by(LINE) {
+            for offset in (0..len).step_by(LINE) {
                 // SAFETY: inside the pages.
-                let host = unsafe { pages.base().add(offset) };
+                let host = unsafe { base.add(offset) };
                 words.free.push(Word { host, gpu: gpu + offset as u64 });
             }
-            words.pages.push(pages);
         }
         let word = words.free.pop().ok_or("no memory for marks")?;
         word.at(Word::MARK).store(0, Ordering::Release);
@@ -351,7 +371,8 @@ impl Stager {
         }
         let begin = Instant::now();
         while word.at(Word::FENCE).load(Ordering::Acquire) != value {
-            if begin.elapsed() > PATIENCE {
+            if begin.elapsed() > PATIENCE || self.hangs.load(Ordering::Relaxed) {
+                self.hangs.store(true, Ordering::Relaxed);
                 return Err(format!("copies on {} did not end in {PATIENCE:?}", self.describe()));
             }
             std::thread::yield_now();
@@ -364,6 +385,11 @@ impl Drop for Stager {
     fn drop(&mut self) {
         let words = self.words.get_mut().unwrap_or_else(PoisonError::into_inner);
         let pages = std::mem::take(&mut words.pages);
+        if *self.hangs.get_mut() {
+            // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
+            std::mem::forget(pages);
+            return;
+        }
         pages.iter().for_each(|pages| self.unpin(pages));
         // After the driver's own end this is refused, and nothing is left of the context.
         let Ok(_relaxed) = Relaxed::enter() else { return };

@@ -1,7 +1,8 @@
 //! Which way data take between one GPU and one NIC, and by which rule.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::config::GpuPath;
 use crate::topology::distance::Distance;
@@ -64,12 +65,6 @@ pub struct Known<'a> {
 }
 
 impl Choice {
-    /// As [`Self::decide`], where nothing is known but whether a way without a copy is open.
-    pub fn of(wish: GpuPath, open: bool) -> Self {
-        let open: &[&'static str] = if open { &["GPUDirect"] } else { &[] };
-        Self::decide(wish, &Known { open, distance: None, profile: None })
-    }
-
     /// What the user wishes; else, of what a profile measured, what is possible here; else GPUDirect where it is open, and
     /// NCCL's own way over host memory where it is not.
     pub fn decide(wish: GpuPath, known: &Known<'_>) -> Self {
@@ -144,6 +139,15 @@ impl fmt::Display for Choice {
     }
 }
 
+/// A GPU as a NIC sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Neighbour {
+    pub bus_id: String,
+    pub distance: Distance,
+    /// What was measured of such a pair, and in which file that is.
+    pub profile: Option<Arc<(PathBuf, Pair)>>,
+}
+
 /// What was chosen for one NIC and each GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choices {
@@ -154,9 +158,19 @@ pub struct Choices {
 }
 
 impl Choices {
+    pub fn decide(wish: GpuPath, open: &[&'static str], neighbours: &[Neighbour]) -> Self {
+        let choose = |n: &Neighbour| {
+            let profile = n.profile.as_ref().map(|p| (p.0.as_path(), &p.1));
+            (n.bus_id.clone(), Choice::decide(wish, &Known { open, distance: Some(n.distance), profile }))
+        };
+        let unknown = Choice::decide(wish, &Known { open, distance: None, profile: None });
+        Self::new(unknown, neighbours.iter().map(choose).collect())
+    }
+
     /// `unknown` is for a GPU that is not among `gpus`.
-    pub fn new(unknown: Choice, gpus: Vec<(String, Choice)>) -> Self {
-        let Some((_, offering)) = gpus.iter().find(|(_, c)| c.gpu_memory) else {
+    fn new(unknown: Choice, gpus: Vec<(String, Choice)>) -> Self {
+        let offers = |which: fn(&Choice) -> bool| gpus.iter().map(|(_, c)| c).find(|c| which(c));
+        let Some(offering) = offers(|c| c.gdr).or_else(|| offers(|c| c.gpu_memory)) else {
             let nic = gpus.first().map_or(unknown, |(_, first)| first.clone());
             return Self { nic, gpus };
         };
@@ -164,6 +178,11 @@ impl Choices {
         // GPU memory that is offered for one GPU comes from all of them.
         let gpus = gpus.into_iter().map(|(bus, choice)| (bus, choice.offered(&nic))).collect();
         Self { nic, gpus }
+    }
+
+    /// Whether it matters which GPU it is.
+    pub fn differ(&self) -> bool {
+        self.gpus.iter().any(|(_, choice)| *choice != self.nic)
     }
 
     /// Whether NCCL is told that GPU memory can be had.
@@ -230,7 +249,6 @@ mod tests {
         assert!(far.gdr && far.rule.contains("NIC and GPU are SYS apart: NCCL decides by NCCL_NET_GDR_LEVEL"));
         let closed = decide(GpuPath::Auto, &[], Distance::Pix, None);
         assert!(!closed.gpu_memory && closed.rule.contains("not open"), "{closed}");
-        assert_eq!(Choice::of(GpuPath::Auto, true).rule, "GPUDirect is open (GPUDirect)");
     }
 
     #[test]
@@ -272,17 +290,23 @@ mod tests {
 
     #[test]
     fn a_nic_offers_what_any_gpu_takes() {
-        let unknown = || Choice::of(GpuPath::Auto, true);
+        let known = Known { open: &OPEN, distance: None, profile: None };
+        let unknown = || Choice::decide(GpuPath::Auto, &known);
         let (direct, host) = (Choice::direct("near".into()), Choice::host("far".into()));
         let paths =
             Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone()), ("0000:c1:00.0".into(), direct)]);
-        assert!(paths.nic().gpu_memory);
+        assert!(paths.nic().gpu_memory && paths.differ());
         assert_eq!(paths.gpu("0000:C1:00.0").rule, "near");
         let other = paths.gpu("0000:1B:00.0");
         assert!(other.gpu_memory && other.gdr && other.rule == "far; but this NIC takes GPU memory, for another GPU");
         assert_eq!(paths.gpu("0000:ff:00.0"), paths.nic());
         let none = Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone())]);
-        assert_eq!((none.nic(), none.gpu("0000:1b:00.0")), (&host, &host));
+        assert_eq!((none.nic(), none.gpu("0000:1b:00.0"), none.differ()), (&host, &host, false));
+        // What is registered for one GPU must be offered, whichever comes first.
+        let staging = Choice::staging("measured".into());
+        let direct = Choice::direct("near".into());
+        let mixed = Choices::new(unknown(), vec![("a".into(), staging.clone()), ("b".into(), direct.clone())]);
+        assert_eq!((mixed.nic(), mixed.gpu("a"), mixed.gpu("b")), (&direct, &staging, &direct));
         assert!(Choices::new(unknown(), Vec::new()).nic().gdr);
     }
 

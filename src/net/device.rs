@@ -7,12 +7,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::memory::Registrar;
-use crate::memory::path::Choices;
 use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::function::Function;
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
 use crate::topology::port::{self, LinkLayer};
-use crate::topology::report::Nic;
 use crate::topology::{hca, pci, rails};
 use crate::transfer::{MAX_RAILS, largest_message};
 use crate::verbs::{Context, DeviceAttr, Library, Pd, PortAttr};
@@ -154,9 +152,6 @@ pub struct Device {
     pub parts: Vec<c_int>,
     /// Ways to GPU memory that all rails have.
     pub(super) gpu: GpuMemory,
-    /// The way of GPU data between its first port's NIC and each GPU.
-    pub choices: Choices,
-    survey: Arc<Survey>,
     pub(super) rails: Vec<Arc<Port>>,
 }
 
@@ -181,8 +176,7 @@ fn plane_of(ids: &[Option<i16>]) -> Option<i16> {
 
 impl Device {
     /// Stands in for the devices that the user insists on and that are not there.
-    pub(super) fn unusable(survey: &Arc<Survey>) -> Self {
-        let gpu = GpuMemory::none("there is no device");
+    pub(super) fn unusable() -> Self {
         Self {
             name: c"no-usable-device".to_owned(),
             pci_path: None,
@@ -194,9 +188,7 @@ impl Device {
             rail: None,
             plane: None,
             parts: Vec::new(),
-            choices: survey.choices("", &gpu),
-            gpu,
-            survey: Arc::clone(survey),
+            gpu: GpuMemory::none("there is no device"),
             rails: Vec::new(),
         }
     }
@@ -218,7 +210,6 @@ impl Device {
             }
         }
         let name = parts.iter().map(|(_, d)| d.name.to_string_lossy()).collect::<Vec<_>>().join("+");
-        let gpu = GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu));
         Ok(Self {
             name: CString::new(name).map_err(|e| e.to_string())?,
             pci_path: first.pci_path.clone(),
@@ -230,9 +221,7 @@ impl Device {
             rail: same(parts.iter().map(|(_, d)| d.rail)),
             plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
             parts: parts.iter().map(|&(dev, _)| dev).collect(),
-            choices: first.survey.choices(&rails[0].name, &gpu),
-            gpu,
-            survey: Arc::clone(&first.survey),
+            gpu: GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu)),
             rails,
         })
     }
@@ -303,11 +292,11 @@ impl fmt::Display for LeftOut {
 /// What a look at the machine found.
 #[derive(Debug)]
 pub struct Discovery {
-    pub survey: Arc<Survey>,
     pub devices: Vec<Device>,
     pub left_out: Vec<LeftOut>,
     /// For people: things that are probably not as they meant them.
     pub warnings: Vec<String>,
+    pub survey: Survey,
 }
 
 /// A port that is usable, before rails are formed.
@@ -326,40 +315,17 @@ pub(super) const MAX_DEVICES: usize = 128;
 
 /// Looks at every port of every device, and says of each that is left out why.
 pub fn discover(config: &Config) -> Discovery {
-    let mut found = Looked::default();
+    let survey = Survey::begin(config);
+    let mut found = Discovery { devices: Vec::new(), left_out: Vec::new(), warnings: Vec::new(), survey };
     let candidates = look(config, &mut found);
-    let survey = Arc::new(Survey::new(nics(&candidates, config), config));
-    found.warnings.extend(survey.refused.clone());
-    let devices = form_devices(candidates, &survey, config, &mut found);
-    Discovery { survey, devices, left_out: found.left_out, warnings: found.warnings }
-}
-
-/// What is told of a look at the machine while it goes on.
-#[derive(Debug, Default)]
-struct Looked {
-    left_out: Vec<LeftOut>,
-    warnings: Vec<String>,
-}
-
-/// The NICs of ports, once each.
-fn nics(candidates: &[Candidate], config: &Config) -> Vec<Nic> {
-    let mut nics: Vec<Nic> = Vec::new();
-    for Candidate { port, attr, .. } in candidates {
-        let gbps = f64::from(port.speed) / 1000.0;
-        match nics.iter_mut().find(|nic| nic.name == port.name) {
-            Some(nic) => nic.port_gbps += gbps,
-            None => {
-                let path = pci::function_path(&config.sysroot, port.context.ibdev_path());
-                let function = path.and_then(|path| Function::at(&config.sysroot, &path));
-                nics.push(survey::nic(&port.name, attr, gbps, &port.gpu).located(function));
-            }
-        }
-    }
-    nics
+    found.survey.end();
+    found.warnings.extend(found.survey.refused.clone());
+    form_devices(candidates, config, &mut found);
+    found
 }
 
 /// The usable ports, in the order in which NCCL sees them.
-fn look(config: &Config, found: &mut Looked) -> Vec<Candidate> {
+fn look(config: &Config, found: &mut Discovery) -> Vec<Candidate> {
     let library = match Library::load(config.ibverbs_lib.as_deref()) {
         Ok(library) => library,
         Err(e) => {
@@ -435,14 +401,15 @@ fn look_at(
     config: &Config,
     seen: &mut Vec<(String, u8)>,
     candidates: &mut Vec<Candidate>,
-    found: &mut Looked,
+    found: &mut Discovery,
 ) {
     let name = context.name().to_owned();
+    let Discovery { left_out, warnings, survey, .. } = found;
     let mut leave = |name: String, why: String, loud: bool| {
         if loud {
-            found.warnings.push(format!("{name} is left out: {why}"));
+            warnings.push(format!("{name} is left out: {why}"));
         }
-        found.left_out.push(LeftOut { name, why });
+        left_out.push(LeftOut { name, why });
     };
     let attr = match context.query() {
         Ok(attr) => attr,
@@ -497,7 +464,11 @@ fn look_at(
                     let relaxed = config.ib_pci_relaxed_ordering != 0 && library.has_relaxed_ordering();
                     let events = Arc::new(DeviceEvents::default());
                     watch_events(context, &events, config);
-                    parts = Some((Registrar::new(&pd, relaxed), events, GpuMemory::probe(&pd, config)));
+                    let path = pci::function_path(&config.sysroot, context.ibdev_path());
+                    let place = path.and_then(|path| Function::at(&config.sysroot, &path));
+                    let gpu = GpuMemory::probe(&pd, config);
+                    let near = survey.add(survey::nic(&name, &attr, &gpu, place));
+                    parts = Some((Registrar::new(&pd, relaxed), events, gpu.near(near)));
                 }
                 Err(e) => {
                     leave(full, e.to_string(), true);
@@ -510,6 +481,7 @@ fn look_at(
             .speed_mbps
             .and_then(|s| u32::try_from(s).ok())
             .unwrap_or_else(|| port::speed_mbps(port_attr.active_speed, port_attr.active_width));
+        survey.add_port(f64::from(speed) / 1000.0);
         candidates.push(Candidate {
             pci_path: pci::pci_path(&config.sysroot, context.ibdev_path(), config.ib_merge_vfs),
             attr: attr.clone(),
@@ -554,8 +526,7 @@ fn watch_events(context: &Arc<Context>, events: &Arc<DeviceEvents>, config: &Con
 }
 
 /// Groups ports into what NCCL is told of.
-fn form_devices(candidates: Vec<Candidate>, survey: &Arc<Survey>, config: &Config, found: &mut Looked) -> Vec<Device> {
-    let mut devices = Vec::new();
+fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discovery) {
     let available: Vec<rails::Available<'_>> = candidates
         .iter()
         .map(|c| rails::Available { name: &c.port.name, port: c.port.num, speed: c.port.speed })
@@ -566,15 +537,14 @@ fn form_devices(candidates: Vec<Candidate>, survey: &Arc<Survey>, config: &Confi
     for group in groups {
         let members: Vec<&Candidate> = group.members.iter().map(|&i| &candidates[i]).collect();
         let Some(first) = members.first() else { continue };
-        if devices.len() == MAX_DEVICES {
+        if found.devices.len() == MAX_DEVICES {
             found.left_out.push(LeftOut { name: group.name, why: format!("NCCL takes {MAX_DEVICES} devices") });
             continue;
         }
         let Ok(name) = CString::new(group.name) else { continue };
         let port = c_int::from(first.port.num) + numbers.next(first.pci_path.as_deref());
-        let gpu = GpuMemory::common(members.iter().map(|m| &m.port.gpu));
         let max_qp = members.iter().map(|m| m.attr.max_qp).min().unwrap_or(0);
-        devices.push(Device {
+        found.devices.push(Device {
             name,
             pci_path: first.pci_path.as_deref().and_then(|p| CString::new(p).ok()),
             guid: first.attr.sys_image_guid,
@@ -585,11 +555,8 @@ fn form_devices(candidates: Vec<Candidate>, survey: &Arc<Survey>, config: &Confi
             rail: same(members.iter().map(|m| m.rail)),
             plane: plane_of(&members.iter().map(|m| m.plane).collect::<Vec<_>>()),
             parts: Vec::new(),
-            choices: survey.choices(&first.port.name, &gpu),
-            gpu,
-            survey: Arc::clone(survey),
+            gpu: GpuMemory::common(members.iter().map(|m| &m.port.gpu)),
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),
         });
     }
-    devices
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_DMABUF, NCCL_PTR_HOST};
 use crate::config::{Config, GpuPath, PeerMemory};
 use crate::memory::gpu::{self, Lane};
-use crate::memory::path::Choice;
+use crate::memory::path::{Choice, Choices, Neighbour};
 use crate::topology::peermem::{self, PeerDriver};
 use crate::transfer::staging::{Copier, CopyWr};
 use crate::verbs::{Mr, Pd};
@@ -17,7 +17,7 @@ use crate::verbs::{Mr, Pd};
 type Way = Result<(), String>;
 
 /// The ways of a device.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct GpuMemory {
     /// A pointer is registered as it is; the kernel asks the peer memory driver for its pages.
     pub(super) peermem: Way,
@@ -28,6 +28,8 @@ pub(super) struct GpuMemory {
     wish: GpuPath,
     /// A way that was asked for and is closed is an error.
     strict: bool,
+    /// The GPUs, as the (first) device sees them.
+    near: Arc<[Neighbour]>,
 }
 
 impl GpuMemory {
@@ -38,12 +40,29 @@ impl GpuMemory {
             staging: if config.gpu_path == GpuPath::Staging { gpu::available() } else { Ok(()) },
             wish: config.gpu_path,
             strict: config.strict,
+            near: Arc::default(),
         }
+    }
+
+    /// With what is known of GPUs.
+    pub(super) fn near(self, near: Arc<[Neighbour]>) -> Self {
+        let known = Self { near, ..self };
+        let choice = known.choice();
+        // A profile may have chosen it.
+        let staging = if choice.gpu_memory && !choice.gdr { gpu::available() } else { known.staging };
+        Self { staging, ..known }
     }
 
     pub(super) fn none(why: &str) -> Self {
         let closed = || Err(why.to_owned());
-        Self { peermem: closed(), dmabuf: closed(), staging: closed(), wish: GpuPath::Auto, strict: false }
+        Self {
+            peermem: closed(),
+            dmabuf: closed(),
+            staging: closed(),
+            wish: GpuPath::Auto,
+            strict: false,
+            near: Arc::default(),
+        }
     }
 
     /// What devices that are used together have in common.
@@ -57,9 +76,20 @@ impl GpuMemory {
         members.into_iter().cloned().reduce(both).unwrap_or_else(|| Self::none("there is no device"))
     }
 
-    /// The way that data take.
+    /// The open ways by name, in the order in which they are tried.
+    pub(super) fn open(&self) -> Vec<&'static str> {
+        let ways = [("dma-buf", self.dmabuf.is_ok()), ("nvidia_peermem", self.peermem.is_ok())];
+        ways.into_iter().filter(|(_, open)| *open).map(|(name, _)| name).collect()
+    }
+
+    /// The way that data of each GPU take.
+    pub(super) fn choices(&self) -> Choices {
+        Choices::decide(self.wish, &self.open(), &self.near)
+    }
+
+    /// What NCCL is told.
     pub(super) fn choice(&self) -> Choice {
-        Choice::of(self.wish, self.any())
+        self.choices().nic().clone()
     }
 
     /// Someone expects otherwise: a peer memory driver is there, yet every byte goes through host memory; or a way was asked
@@ -67,6 +97,7 @@ impl GpuMemory {
     pub(super) fn is_a_surprise(&self, config: &Config) -> bool {
         let loaded = || peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
         match self.wish {
+            GpuPath::Auto if self.choice().gpu_memory => !self.any() && self.staging.is_err(),
             GpuPath::Auto => !self.any() && config.peermem == PeerMemory::Auto && loaded(),
             GpuPath::Gdr => !self.any(),
             GpuPath::Staging => self.staging.is_err(),
@@ -106,17 +137,22 @@ impl GpuMemory {
 impl fmt::Display for GpuMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let choice = self.choice();
+        let staged = choice.gpu_memory && !choice.gdr;
         f.write_str(self.ways())?;
-        if choice.gpu_memory && !choice.gdr && self.staging.is_ok() {
+        if staged && self.staging.is_ok() {
             return write!(f, " ({})", choice.rule);
         }
         if !choice.gdr {
             f.write_str(" only: NCCL copies GPU data through it")?;
         }
-        let ways: &[(&str, &Way)] = match self.wish {
-            GpuPath::Host => return write!(f, " ({})", choice.rule),
-            GpuPath::Staging => &[("staging", &self.staging)],
-            GpuPath::Auto | GpuPath::Gdr => &[("nvidia_peermem", &self.peermem), ("dma-buf", &self.dmabuf)],
+        // Not for want of a way.
+        if !choice.gpu_memory && (self.any() || self.wish == GpuPath::Host) {
+            return write!(f, " ({})", choice.rule);
+        }
+        let ways: &[(&str, &Way)] = if staged {
+            &[("staging", &self.staging)]
+        } else {
+            &[("nvidia_peermem", &self.peermem), ("dma-buf", &self.dmabuf)]
         };
         for (name, way) in ways {
             if let Err(why) = way {
@@ -175,7 +211,14 @@ mod tests {
 
     fn ways(peermem: bool, dmabuf: bool, name: &str) -> GpuMemory {
         let way = |open: bool| if open { Ok(()) } else { Err(name.to_owned()) };
-        GpuMemory { peermem: way(peermem), dmabuf: way(dmabuf), staging: way(true), wish: GpuPath::Auto, strict: false }
+        GpuMemory {
+            peermem: way(peermem),
+            dmabuf: way(dmabuf),
+            staging: way(true),
+            wish: GpuPath::Auto,
+            strict: false,
+            near: Arc::default(),
+        }
     }
 
     #[test]

@@ -187,7 +187,7 @@ impl Engine {
         let mut devices = found.devices;
         if config.strict && devices.is_empty() {
             // 0 devices or an error from here would only make NCCL fall back; a device that can't listen stops the job.
-            devices.push(Device::unusable(&found.survey));
+            devices.push(Device::unusable());
         }
         let engine = Self { config, devices: Devices::new(devices), connecting: DashMap::with_shard_amount(4) };
         *ENGINE.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(engine));

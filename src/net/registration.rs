@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 
 use crate::config::Config;
 use crate::memory::gpu::{self, Direction, Lane, Stager};
-use crate::memory::path::{Choice, Sizes};
+use crate::memory::path::{Choice, Choices, Sizes};
 use crate::memory::{Memory, Registration, Shadow};
 use crate::transfer::staging;
 use crate::transfer::{Keys, MAX_RAILS};
@@ -27,7 +27,7 @@ use super::{Code, NetError};
 /// The ways of GPU memory on one connection.
 #[derive(Debug)]
 pub(super) struct Paths {
-    choice: Choice,
+    choices: Choices,
     /// A way that is given up is an error.
     strict: bool,
     /// Most bytes of a registration that is staged.
@@ -40,12 +40,18 @@ pub(super) struct Paths {
 impl Paths {
     pub(super) fn new(ports: &[Arc<Port>], config: &Config) -> Self {
         Self {
-            choice: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choice(),
+            choices: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choices(),
             strict: config.strict,
             most: config.staging_max.min(staging::LARGEST),
             lane: Mutex::default(),
             told: Once::new(),
         }
+    }
+
+    /// For the GPU that has this memory.
+    fn choice(&self, address: u64) -> &Choice {
+        let gpu = if self.choices.differ() { gpu::bus_id(address) } else { None };
+        gpu.map_or_else(|| self.choices.nic(), |bus| self.choices.gpu(&bus))
     }
 
     fn lane(&self, stager: &Arc<Stager>, direction: Direction) -> Result<Arc<Lane>, String> {
@@ -181,7 +187,7 @@ impl Base {
         self.paths.told.call_once(|| {
             if tracing::enabled!(target: "init", tracing::Level::INFO) {
                 let gpu = gpu::describe(address).unwrap_or_else(|| "GPU memory".to_owned());
-                let rule = &self.paths.choice.rule;
+                let rule = &self.paths.choice(address).rule;
                 tracing::info!(target: "init", "{gpu} with peer {}: {way}; {rule}", self.peer);
             }
         });
@@ -242,7 +248,7 @@ impl Comm {
 
     fn register_gpu(&self, address: u64, length: usize, dmabuf: Option<DmaBuf<'_>>) -> Result<Arc<MrHandle>, NetError> {
         let base = self.base();
-        let choice = &base.paths.choice;
+        let choice = base.paths.choice(address);
         let stages = choice.gpu_memory && choice.staged != Sizes::NONE;
         if !choice.gdr && stages {
             return self.staged(address, length, None, Sizes::ALL).map_err(Refused::told);
@@ -288,7 +294,7 @@ impl Comm {
         dmabuf: Option<DmaBuf<'_>>,
     ) -> Result<(Rails, &'static str), Refused<'_>> {
         let base = self.base();
-        let choice = &base.paths.choice;
+        let choice = base.paths.choice(address);
         if !choice.gpu_memory && base.ports.iter().any(|port| port.gpu.any()) {
             let port = &base.ports[0];
             return Err(Refused { port, error: cannot(port, "GPU memory", &choice.rule) });

@@ -1,13 +1,15 @@
 //! What this machine offers to GPU data: what was found of its NICs and GPUs, the profile that was measured on it, and the
 //! way that is chosen for each pair.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Serialize;
 
 use crate::config::{Config, GpuPath};
-use crate::memory::path::{Choice, Choices, Known};
+use crate::memory::path::{Choice, Choices, Neighbour};
 use crate::memory::profile::{self, Adapter, Profile};
+use crate::topology::function::Function;
 use crate::topology::report::{Finding, Nic, Pair, Report, Severity, Use};
 use crate::verbs::DeviceAttr;
 
@@ -44,14 +46,14 @@ pub struct Shown<'a> {
     pub findings: Vec<Finding>,
 }
 
-/// What libibverbs says of a NIC, for [`Survey::new`]; where it is comes from sysfs.
-pub(super) fn nic(name: &str, attr: &DeviceAttr, port_gbps: f64, gpu: &GpuMemory) -> Nic {
+/// What libibverbs says of a NIC, and sysfs of its place.
+pub(super) fn nic(name: &str, attr: &DeviceAttr, gpu: &GpuMemory, place: Option<Function>) -> Nic {
     Nic {
         name: name.to_owned(),
         model: profile::nic_model(attr.vendor_id, attr.vendor_part_id),
         firmware: attr.firmware.clone(),
-        port_gbps,
-        open: open(gpu),
+        port_gbps: 0.0,
+        open: gpu.open(),
         memory: gpu.to_string(),
         bus_id: None,
         numa_node: None,
@@ -59,48 +61,75 @@ pub(super) fn nic(name: &str, attr: &DeviceAttr, port_gbps: f64, gpu: &GpuMemory
         relaxed_ordering: None,
         function: None,
     }
+    .located(place)
 }
 
-/// The open ways by name, in the order in which NCCL tries them.
-fn open(gpu: &GpuMemory) -> Vec<&'static str> {
-    let ways = [("dma-buf", gpu.dmabuf.is_ok()), ("nvidia_peermem", gpu.peermem.is_ok())];
-    ways.into_iter().filter(|(_, open)| *open).map(|(name, _)| name).collect()
+fn adapter(nic: &Nic) -> Adapter {
+    if nic.firmware.starts_with(SOFT_HCA) { Adapter::SoftHca } else { Adapter::Hardware }
 }
 
 impl Survey {
-    pub(super) fn new(nics: Vec<Nic>, config: &Config) -> Self {
-        let report = Report::look(&config.sysroot, nics);
-        let (profile, refused) = match &config.profile {
-            Some(file) => match usable_profile(file.clone(), &report, config.gpu_path) {
-                Ok(profile) => (Some((file.clone(), profile)), None),
-                Err(why) => (None, Some(format!("NCCL_NET_RDMA_PROFILE is not used: {why}"))),
-            },
-            None => (None, None),
+    /// The machine so far without NICs, and the profile.
+    pub(super) fn begin(config: &Config) -> Self {
+        let (mut profile, mut refused) = (None, None);
+        if let Some(file) = &config.profile {
+            match usable(file, config.gpu_path) {
+                Ok(whole) => profile = Some((file.clone(), whole)),
+                Err(why) => refused = Some(why),
+            }
+        }
+        Self {
+            report: Report::look(&config.sysroot),
+            wish: config.gpu_path,
+            relaxed_ordering: config.ib_pci_relaxed_ordering != 0,
+            profile,
+            refused,
+        }
+    }
+
+    /// Adds a NIC; the GPUs as it sees them.
+    pub(super) fn add(&mut self, nic: Nic) -> Arc<[Neighbour]> {
+        let name = nic.name.clone();
+        self.report.add(nic);
+        self.neighbours(&name)
+    }
+
+    /// Adds a usable port to the NIC that was added last.
+    pub(super) fn add_port(&mut self, gbps: f64) {
+        if let Some(nic) = self.report.nics.last_mut() {
+            nic.port_gbps += gbps;
+        }
+    }
+
+    /// All NICs were added.
+    pub(super) fn end(&mut self) {
+        let fits = |pair: &Pair| self.neighbours(&pair.nic).iter().any(|n| n.profile.is_some());
+        let Some((file, profile)) = &self.profile else { return };
+        if !self.report.pairs.iter().any(fits) {
+            self.refused = Some(not_of_here(file, profile, &self.report));
+            self.profile = None;
+        }
+    }
+
+    fn neighbours(&self, nic: &str) -> Arc<[Neighbour]> {
+        let Some(found) = self.report.nic(nic) else { return Arc::default() };
+        let measured = |pair: &Pair, gpu: &str| {
+            let (file, profile) = self.profile.as_ref().filter(|(_, p)| p.adapter == adapter(found))?;
+            Some(Arc::new((file.clone(), profile.pair(&found.model, gpu, pair.distance)?.clone())))
         };
-        let relaxed_ordering = config.ib_pci_relaxed_ordering != 0;
-        Self { report, wish: config.gpu_path, relaxed_ordering, profile, refused }
-    }
-
-    /// What is chosen for a device whose first NIC this is and that has these ways.
-    pub(super) fn choices(&self, nic: &str, gpu: &GpuMemory) -> Choices {
-        self.choose(nic, &open(gpu))
-    }
-
-    fn choose(&self, nic: &str, open: &[&'static str]) -> Choices {
-        let unknown = Choice::decide(self.wish, &Known { open, distance: None, profile: None });
-        let Some(found) = self.report.nic(nic) else { return Choices::new(unknown, Vec::new()) };
-        let chosen = self.report.pairs_of(nic).map(|(pair, gpu)| {
-            let profile = self.profile.as_ref().and_then(|(file, profile)| {
-                Some((file.as_path(), profile.pair(&found.model, &gpu.name, pair.distance)?))
-            });
-            (gpu.bus_id.clone(), Choice::decide(self.wish, &Known { open, distance: Some(pair.distance), profile }))
-        });
-        Choices::new(unknown, chosen.collect())
+        self.report
+            .pairs_of(nic)
+            .map(|(pair, gpu)| Neighbour {
+                bus_id: gpu.bus_id.clone(),
+                distance: pair.distance,
+                profile: measured(pair, &gpu.name),
+            })
+            .collect()
     }
 
     fn of_pair(&self, pair: &Pair) -> Choice {
         let open = self.report.nic(&pair.nic).map_or(&[][..], |nic| &nic.open);
-        self.choose(&pair.nic, open).gpu(&pair.gpu).clone()
+        Choices::decide(self.wish, open, &self.neighbours(&pair.nic)).gpu(&pair.gpu).clone()
     }
 
     /// What a person should know.
@@ -113,11 +142,10 @@ impl Survey {
             let text = format!("NCCL_NET_RDMA_GPU_PATH=gdr is set, and GPUDirect is not open: {}", nic.memory);
             add(Severity::Warning, &nic.name, text);
         }
-        for nic in self.report.nics.iter() {
-            for (pair, gpu) in self.report.pairs_of(&nic.name) {
-                let measured = self.profile.as_ref().and_then(|(_, p)| p.pair(&nic.model, &gpu.name, pair.distance));
-                if let Some(told) = measured.and_then(profile::Pair::not_followed) {
-                    add(Severity::Note, &format!("{} and GPU {}", nic.name, gpu.bus_id), told);
+        for nic in &self.report.nics {
+            for neighbour in self.neighbours(&nic.name).iter() {
+                if let Some(told) = neighbour.profile.as_ref().and_then(|p| p.1.not_followed()) {
+                    add(Severity::Note, &format!("{} and GPU {}", nic.name, neighbour.bus_id), told);
                 }
             }
         }
@@ -138,57 +166,49 @@ impl Survey {
 
     /// For people: NICs, GPUs, and each pair with its way.
     pub fn lines(&self) -> Vec<String> {
+        let driver = self.report.gpu_driver.iter().map(|d| format!("GPU driver: {}", d.version));
         let nics = self.report.nics.iter().map(ToString::to_string);
         let gpus = self.report.gpus.iter().map(ToString::to_string);
         let pairs = self.report.pairs.iter().map(|pair| format!("{pair}: {}", self.of_pair(pair)));
-        nics.chain(gpus).chain(pairs).collect()
+        nics.chain(driver).chain(gpus).chain(pairs).collect()
     }
 }
 
-/// The profile, if it is whole and of this machine.
-fn usable_profile(file: PathBuf, report: &Report, wish: GpuPath) -> Result<Profile, String> {
+const UNUSED: &str = "NCCL_NET_RDMA_PROFILE is not used";
+const THEN: &str = "auto goes on by its defaults";
+
+/// The profile, if it is whole.
+fn usable(file: &Path, wish: GpuPath) -> Result<Profile, String> {
     if wish != GpuPath::Auto {
-        return Err("NCCL_NET_RDMA_GPU_PATH decides".to_owned());
+        return Err(format!("{UNUSED}: NCCL_NET_RDMA_GPU_PATH decides"));
     }
-    let then = "auto goes on by its defaults";
-    let profile = Profile::load(&file).map_err(|e| format!("{e}; {then}"))?;
-    let soft = |nic: &Nic| nic.firmware.starts_with(SOFT_HCA);
-    let adapter = match report.nics.first() {
-        Some(nic) if soft(nic) => Adapter::SoftHca,
-        _ => Adapter::Hardware,
+    Profile::load(file).map_err(|e| format!("{UNUSED}: {e}; {THEN}"))
+}
+
+/// Why a profile says nothing of this machine.
+#[cold]
+fn not_of_here(file: &Path, profile: &Profile, report: &Report) -> String {
+    let file = file.display();
+    let name = |adapter| match adapter {
+        Adapter::Hardware => "a NIC",
+        Adapter::SoftHca => "soft-hca",
     };
-    if profile.adapter != adapter {
-        let name = |adapter| match adapter {
-            Adapter::Hardware => "a NIC",
-            Adapter::SoftHca => "soft-hca",
-        };
-        return Err(format!(
-            "{} was measured over {}, and this is {}; {then}",
-            file.display(),
-            name(profile.adapter),
-            name(adapter)
-        ));
+    if let Some(nic) = report.nics.first()
+        && report.nics.iter().all(|nic| adapter(nic) != profile.adapter)
+    {
+        let (there, here) = (name(profile.adapter), name(adapter(nic)));
+        return format!("{UNUSED}: {file} was measured over {there}, and this is {here}; {THEN}");
     }
-    let known = report.nics.iter().any(|nic| {
-        report.pairs_of(&nic.name).any(|(pair, gpu)| profile.pair(&nic.model, &gpu.name, pair.distance).is_some())
-    });
-    if !known {
-        let mut here: Vec<String> = Vec::new();
-        for nic in &report.nics {
-            here.extend(
-                report.pairs_of(&nic.name).map(|(p, g)| format!("{} with {} at {}", nic.model, g.name, p.distance)),
-            );
-        }
-        here.sort();
-        here.dedup();
-        let here = if here.is_empty() { "no NIC with a GPU".to_owned() } else { here.join(", ") };
-        return Err(format!(
-            "{} is of other hardware: {}; this machine shows {here}; {then}",
-            file.display(),
-            profile.hardware()
-        ));
+    let mut here: Vec<String> = Vec::new();
+    for nic in &report.nics {
+        here.extend(
+            report.pairs_of(&nic.name).map(|(p, g)| format!("{} with {} at {}", nic.model, g.name, p.distance)),
+        );
     }
-    Ok(profile)
+    here.sort();
+    here.dedup();
+    let here = if here.is_empty() { "no NIC with a GPU".to_owned() } else { here.join(", ") };
+    format!("{UNUSED}: {file} is of other hardware: {}; this machine shows {here}; {THEN}", profile.hardware())
 }
 
 #[cfg(test)]
@@ -197,7 +217,6 @@ mod tests {
     use crate::memory::profile::{Figures, Gpu, Measured, Rule, VERSION, Way};
     use crate::topology::distance::Distance;
     use crate::topology::fake::Fake;
-    use crate::topology::function::Function;
 
     const NIC: &str = "pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:01.0/0000:84:00.0";
     const NEAR: &str = "pci0000:80/0000:80:01.1/0000:81:00.0/0000:82:00.0/0000:83:00.0";
@@ -232,7 +251,10 @@ mod tests {
             function: None,
         }
         .located(Function::at(fake.root(), &format!("/sys/devices/{NIC}")));
-        Survey::new(vec![nic], &config)
+        let mut survey = Survey::begin(&config);
+        survey.add(nic);
+        survey.end();
+        survey
     }
 
     /// Of the near pair: staging from 64 bytes on.
@@ -288,8 +310,6 @@ mod tests {
         let json = serde_json::to_value(found.shown()).expect("JSON");
         assert_eq!(json["paths"][0]["path"], path(&found, "0000:83:00.0"));
         assert_eq!((&json["nics"][0]["name"], &json["profile_refused"]), (&"mlx5_0".into(), &serde_json::Value::Null));
-        let words = Survey::new(Vec::new(), &Config::load(&|_| None, std::iter::empty()).0);
-        assert!(words.lines().iter().all(|l| l.starts_with("GPU ")), "{:?}", words.lines());
     }
 
     #[test]

@@ -86,6 +86,22 @@ pub fn find(root: &Path) -> Vec<Gpu> {
     found
 }
 
+/// NVIDIA's kernel modules.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Driver {
+    /// What they say of themselves.
+    pub version: String,
+    /// The open ones, which export dma-bufs; the others do not.
+    pub open: bool,
+}
+
+/// The modules that are loaded, if they are.
+pub fn driver(root: &Path) -> Option<Driver> {
+    let text = fs::read_to_string(under(root, "/proc/driver/nvidia/version")).ok()?;
+    let version = text.lines().find_map(|line| line.strip_prefix("NVRM version:"))?.trim().to_owned();
+    Some(Driver { open: version.contains("Open Kernel Module"), version })
+}
+
 /// The model, as NVIDIA's kernel module names it.
 fn model(root: &Path, bus_id: &str) -> Option<String> {
     let text = fs::read_to_string(under(root, &format!("/proc/driver/nvidia/gpus/{bus_id}/information"))).ok()?;
@@ -121,6 +137,19 @@ mod tests {
             ]
         );
         assert_eq!((found[0].bar1_bytes, found[1].bar1_bytes), (None, Some(128 << 30)));
+    }
+
+    #[test]
+    fn the_driver_says_whether_it_is_open() {
+        let fake = Fake::new();
+        assert_eq!(driver(fake.root()), None);
+        let of = |text: &str| {
+            let lines = format!("NVRM version: {text}\nGCC version:  gcc 12\n");
+            driver(fake.put("proc/driver/nvidia/version", lines).root()).expect("loaded")
+        };
+        let open = "NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build  (dvs-builder)";
+        assert_eq!(of(open), Driver { version: open.into(), open: true });
+        assert!(!of("NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024").open);
     }
 
     #[test]

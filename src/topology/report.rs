@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::config_space::Acs;
 use super::distance::{self, Distance};
 use super::function::Function;
-use super::gpus::{self, Generation};
+use super::gpus::{self, Driver, Generation};
 use super::link::Link;
 use super::peermem::{self, PeerDriver};
 
@@ -58,6 +58,8 @@ pub struct Gpu {
     pub bar1_bytes: Option<u64>,
     pub numa_node: Option<u32>,
     pub link: Option<Link>,
+    #[serde(skip)]
+    function: Function,
 }
 
 /// A bridge that stands between a NIC and a GPU.
@@ -104,6 +106,7 @@ impl fmt::Display for Finding {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
     pub peer_memory: PeerDriver,
+    pub gpu_driver: Option<Driver>,
     pub numa_nodes: usize,
     pub nics: Vec<Nic>,
     pub gpus: Vec<Gpu>,
@@ -122,36 +125,41 @@ pub struct Use<F> {
 }
 
 impl Report {
-    /// Looks at the machine under `root`.
-    pub fn look(root: &Path, nics: Vec<Nic>) -> Self {
-        let found = gpus::find(root);
-        let numa_nodes = distance::numa_nodes(root);
-        let mut pairs = Vec::with_capacity(nics.len() * found.len());
-        for nic in &nics {
-            for gpu in &found {
-                let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
-                let (distance, bridges) = match &nic.function {
-                    Some(function) => (
-                        Distance::between(function, &gpu.function, numa_nodes),
-                        distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
-                    ),
-                    None => (Distance::Unknown, Vec::new()),
-                };
-                pairs.push(Pair { nic: nic.name.clone(), gpu: gpu.function.bus_id().to_owned(), distance, bridges });
-            }
+    /// The machine under `root`, so far without NICs.
+    pub fn look(root: &Path) -> Self {
+        let gpu = |gpu: gpus::Gpu| Gpu {
+            bus_id: gpu.function.bus_id().to_owned(),
+            numa_node: gpu.function.numa_node(),
+            link: Link::read(&gpu.function),
+            name: gpu.name,
+            generation: gpu.generation,
+            bar1_bytes: gpu.bar1_bytes,
+            function: gpu.function,
+        };
+        Self {
+            peer_memory: peermem::find(root),
+            gpu_driver: gpus::driver(root),
+            numa_nodes: distance::numa_nodes(root),
+            nics: Vec::new(),
+            gpus: gpus::find(root).into_iter().map(gpu).collect(),
+            pairs: Vec::new(),
         }
-        let gpus = found
-            .into_iter()
-            .map(|gpu| Gpu {
-                bus_id: gpu.function.bus_id().to_owned(),
-                numa_node: gpu.function.numa_node(),
-                link: Link::read(&gpu.function),
-                name: gpu.name,
-                generation: gpu.generation,
-                bar1_bytes: gpu.bar1_bytes,
-            })
-            .collect();
-        Self { peer_memory: peermem::find(root), numa_nodes, nics, gpus, pairs }
+    }
+
+    /// Adds a NIC, with each GPU.
+    pub fn add(&mut self, nic: Nic) {
+        let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+        for gpu in &self.gpus {
+            let (distance, bridges) = match &nic.function {
+                Some(function) => (
+                    Distance::between(function, &gpu.function, self.numa_nodes),
+                    distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
+                ),
+                None => (Distance::Unknown, Vec::new()),
+            };
+            self.pairs.push(Pair { nic: nic.name.clone(), gpu: gpu.bus_id.clone(), distance, bridges });
+        }
+        self.nics.push(nic);
     }
 
     pub fn nic(&self, name: &str) -> Option<&Nic> {
@@ -172,6 +180,17 @@ impl Report {
                 && let Some((severity, text)) = slow_link(link, nic.port_gbps)
             {
                 add(severity, &nic.name, text);
+            }
+            if let Some(driver) = self.gpu_driver.as_ref().filter(|d| !d.open)
+                && nic.open == ["dma-buf"]
+                && self.pairs_of(&nic.name).any(|(pair, _)| (how.gdr)(pair))
+            {
+                let text = format!(
+                    "it takes GPU memory by dma-buf alone, and the GPU driver exports none ({}): that takes NVIDIA's open kernel \
+                     modules, or else nvidia_peermem; without either NCCL copies through host memory",
+                    driver.version
+                );
+                add(Severity::Warning, &nic.name, text);
             }
             if how.relaxed_ordering && nic.relaxed_ordering == Some(false) {
                 add(
@@ -363,8 +382,7 @@ mod tests {
         let path = format!("{SWITCH}/0000:82:01.0/0000:84:00.0");
         fake.gpu(&format!("{SWITCH}/0000:82:00.0/0000:83:00.0"), "0\n").nic(&path, "0\n");
         fake.gpu("pci0000:c0/0000:c0:01.0/0000:c1:00.0", "1\n");
-        let nic = nic("mlx5_0", fake, &path, gbps);
-        Report::look(fake.root(), vec![nic])
+        machine_again(fake, gbps)
     }
 
     fn found(report: &Report, gdr: bool, forced: bool) -> Vec<(Severity, String)> {
@@ -411,7 +429,9 @@ mod tests {
 
     fn machine_again(fake: &Fake, gbps: f64) -> Report {
         let path = format!("{SWITCH}/0000:82:01.0/0000:84:00.0");
-        Report::look(fake.root(), vec![nic("mlx5_0", fake, &path, gbps)])
+        let mut report = Report::look(fake.root());
+        report.add(nic("mlx5_0", fake, &path, gbps));
+        report
     }
 
     /// V18.
@@ -451,6 +471,24 @@ mod tests {
         };
         assert!(small(true).is_some_and(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has 256 MiB")));
         assert_eq!(small(false), None);
+    }
+
+    /// N48, N56.
+    #[test]
+    fn a_driver_that_exports_no_dma_buf_is_a_warning_where_nothing_else_is_open() {
+        let fake = Fake::new();
+        machine(&fake, 200.0);
+        let warns = |version: &str, ways: &[&'static str]| {
+            fake.put("proc/driver/nvidia/version", format!("NVRM version: {version}\n"));
+            let mut report = machine_again(&fake, 200.0);
+            report.nics[0].open = ways.to_vec();
+            found(&report, true, false)
+                .iter()
+                .any(|(s, t)| *s == Severity::Warning && t.contains("exports none (NVIDIA"))
+        };
+        let (open, closed) = ("NVIDIA UNIX Open Kernel Module for x86_64 580", "NVIDIA UNIX x86_64 Kernel Module 535");
+        assert!(warns(closed, &["dma-buf"]));
+        assert!(!warns(closed, &["dma-buf", "nvidia_peermem"]) && !warns(open, &["dma-buf"]));
     }
 
     #[test]

@@ -4,7 +4,8 @@
 //! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
 //! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: host memory of
 //! a copy that is not pinned, memory pinned while the thread minds stream captures, a copy past the end of its memory. A stream
-//! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel.
+//! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel; but for those of
+//! cuStreamCreate, which are the program's own and may copy from and to any host memory.
 //!
 //! | variable | |
 //! |---|---|
@@ -73,6 +74,8 @@ fn refusal(call: &str) -> Option<CUresult> {
 }
 
 const PRIMARY: usize = 1;
+/// In the place of its context, for a stream of the program.
+const PROGRAM: usize = 0;
 
 fn current() -> Option<usize> {
     CONTEXTS.with_borrow(|all| all.last().copied())
@@ -118,8 +121,10 @@ fn start(context: usize) -> Stream {
     let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
     let thread = std::thread::spawn(move || {
         let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
-        while context == PRIMARY {
-            std::thread::park();
+        if context == PRIMARY {
+            loop {
+                std::thread::park();
+            }
         }
         for item in todo {
             match item {
@@ -140,6 +145,11 @@ fn start(context: usize) -> Stream {
         }
     });
     Stream { context, work, left, thread }
+}
+
+/// Host memory that a stream may copy from or to.
+fn may_copy(handle: usize, host: u64, length: u64) -> bool {
+    find(&state().pinned, host, length).is_some() || streams().get(&handle).is_some_and(|s| s.context == PROGRAM)
 }
 
 fn submit(handle: usize, work: Work) -> CUresult {
@@ -250,6 +260,16 @@ driver! {
         SUCCESS
     }
 
+    fn cuDeviceGetPCIBusId(text: *mut c_char, length: c_int, _device: c_int) {
+        let bus_id = c"0000:83:00.0";
+        if usize::try_from(length).unwrap_or(0) < bus_id.count_bytes() + 1 {
+            return INVALID_VALUE;
+        }
+        // SAFETY: the caller has as much room as it says.
+        unsafe { ptr::copy_nonoverlapping(bus_id.as_ptr(), text, bus_id.count_bytes() + 1) };
+        SUCCESS
+    }
+
     fn cuDevicePrimaryCtxRetain(context: *mut usize, _device: c_int) {
         write!(context, PRIMARY)
     }
@@ -315,6 +335,60 @@ driver! {
         write!(stream, new)
     }
 
+    fn cuStreamCreate(stream: *mut usize, _flags: c_uint) {
+        let new = handle();
+        streams().insert(new, start(PROGRAM));
+        write!(stream, new)
+    }
+
+    fn cuStreamSynchronize(handle: usize) {
+        let Some(left) = streams().get(&handle).map(|stream| Arc::clone(&stream.left)) else { return INVALID_VALUE };
+        while left.load(Ordering::Acquire) > 0 {
+            std::thread::yield_now();
+        }
+        SUCCESS
+    }
+
+    fn cuCtxSetCurrent(context: usize) {
+        CONTEXTS.set(vec![context]);
+        SUCCESS
+    }
+
+    fn cuMemGetAllocationGranularity(granularity: *mut usize, _properties: *const c_void, _option: c_int) {
+        write!(granularity, 2 << 20)
+    }
+
+    fn cuMemCreate(memory: *mut u64, _length: usize, _properties: *const c_void, _flags: u64) {
+        write!(memory, handle() as u64)
+    }
+
+    fn cuMemAddressReserve(address: *mut u64, length: usize, _alignment: usize, _wish: u64, _flags: u64) {
+        // SAFETY: asks for nothing but memory.
+        let memory = unsafe { stand_in_alloc(length, 1) };
+        write!(address, memory)
+    }
+
+    fn cuMemMap(_address: u64, _length: usize, _offset: usize, _memory: u64, _flags: u64) {
+        SUCCESS
+    }
+
+    fn cuMemSetAccess(_address: u64, _length: usize, _descriptions: *const c_void, _count: usize) {
+        SUCCESS
+    }
+
+    fn cuMemUnmap(_address: u64, _length: usize) {
+        SUCCESS
+    }
+
+    fn cuMemAddressFree(_address: u64, _length: usize) {
+        SUCCESS
+    }
+
+    fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; of all others it has none.
+        write!(value, if attribute == 75 { 9 } else { 0 })
+    }
+
     fn cuStreamQuery(handle: usize) {
         match streams().get(&handle) {
             Some(stream) if stream.left.load(Ordering::Acquire) == 0 => SUCCESS,
@@ -371,15 +445,15 @@ driver! {
 
     fn cuMemcpyDtoHAsync_v2(host: *mut c_void, device: u64, length: usize, handle: usize) {
         let (host, length) = (host as u64, length as u64);
-        let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
-        let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
+        let range = find(&state().device, device, length);
+        let (Some((range, offset)), true) = (range, may_copy(handle, host, length)) else { return INVALID_VALUE };
         submit(handle, Work::Copy { to: host, from: range.view + offset, length })
     }
 
     fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: usize) {
         let (host, length) = (host as u64, length as u64);
-        let ranges = { let s = state(); (find(&s.device, device, length), find(&s.pinned, host, length)) };
-        let (Some((range, offset)), Some(_)) = ranges else { return INVALID_VALUE };
+        let range = find(&state().device, device, length);
+        let (Some((range, offset)), true) = (range, may_copy(handle, host, length)) else { return INVALID_VALUE };
         submit(handle, Work::Copy { to: range.view + offset, from: host, length })
     }
 

@@ -17,6 +17,8 @@ mod leaks;
 #[cfg(test)]
 mod lifecycle;
 #[cfg(test)]
+mod paths;
+#[cfg(test)]
 mod plugin;
 #[cfg(test)]
 mod rig;

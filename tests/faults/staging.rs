@@ -44,14 +44,14 @@ fn pinned() -> u64 {
 }
 
 /// Memory of the GPU, and a look at it.
-struct Gpu {
+pub(crate) struct Gpu {
     at: *mut c_void,
     len: usize,
     view: *mut u8,
 }
 
 impl Gpu {
-    fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         Self::of_kind(len, 1)
     }
 
@@ -81,7 +81,7 @@ impl Gpu {
         (self.at, len)
     }
 
-    fn register(&self, plugin: &Plugin, comm: Comm) -> Result<Comm, ncclResult_t> {
+    pub(crate) fn register(&self, plugin: &Plugin, comm: Comm) -> Result<Comm, ncclResult_t> {
         plugin.reg_mr_at(comm, self.at, self.len, CUDA)
     }
 
@@ -93,7 +93,7 @@ impl Gpu {
 }
 
 /// Sends what one GPU buffer has to the other.
-fn carry(plugin: &Plugin, (send, recv): (Comm, Comm), gpus: [&Gpu; 2], memory: [Comm; 2], len: usize) {
+pub(crate) fn carry(plugin: &Plugin, (send, recv): (Comm, Comm), gpus: [&Gpu; 2], memory: [Comm; 2], len: usize) {
     let [from, to] = gpus;
     from.fill(&pattern(len));
     let receive = until("irecv", || plugin.irecv_at(recv, to.part(len), 0, memory[1]).unwrap());

@@ -22,8 +22,6 @@ const EMPTY: Range<usize> = Range { start: 0, end: 0 };
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Room that messages in flight share, unless a single one is larger.
 const ROOM: usize = 32 << 20;
-/// A descriptor of GPU memory is of whole pages.
-const PAGE: usize = 2 << 20;
 /// What the caller does while nothing moves when CPU time is measured: long enough to cost little, short enough to keep
 /// a stream going.
 const NAP: Duration = Duration::from_micros(20);
@@ -236,9 +234,10 @@ struct Bench<'a> {
 
 impl<'a> Bench<'a> {
     fn new(job: &Job, rank: usize, gpu: Option<Gpu>, pipe: Pipe<'a>, registered: Registered) -> anyhow::Result<Self> {
-        let most = job.sizes.iter().copied().max().unwrap_or(0).max(ROOM).next_multiple_of(PAGE);
+        let most = job.sizes.iter().copied().max().unwrap_or(0).max(ROOM);
         let place = || match &gpu {
-            Some(gpu) => gpu.alloc(most).map(Place::Gpu),
+            // As NCCL's own buffers are.
+            Some(gpu) => gpu.alloc_mapped(most).map(Place::Gpu),
             None => Buffer::new(most).map(Place::Host),
         };
         let (outgoing, incoming) = (place()?, place()?);

@@ -125,9 +125,10 @@ impl Chart {
             .draw()?;
         for (at, name) in &self.crossovers {
             let x = log2(usize::try_from(*at).unwrap_or(usize::MAX));
-            chart.draw_series(DashedLineSeries::new([(x, bottom), (x, top)], 6, 4, BLACK.stroke_width(1)))?;
+            // No dashes: plotters measures those with a function that glibc 2.34 has not got (hypotf, of 2.35).
+            chart.draw_series([PathElement::new([(x, bottom), (x, top)], BLACK.stroke_width(1))])?;
             let label = Text::new(format!(" {name} from {} B", size_name(x)), (x, top), (TEXT, 13));
-            chart.draw_series(std::iter::once(label))?;
+            chart.draw_series([label])?;
         }
         for (series, colour) in self.series.iter().zip(COLOURS) {
             let line = || series.points.iter().map(|point| (log2(point.bytes), value(point)));

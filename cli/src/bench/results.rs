@@ -7,6 +7,7 @@ use nccl_net_rdma::memory::profile::{Figures, Measured, Rule, Way, derive_rules}
 
 use super::measure::Row;
 use super::plot::{Point, Series};
+use crate::perf::gigabytes;
 
 /// All paths, in the order in which they are shown.
 pub(super) const WAYS: [Way; 3] = [Way::Staging, Way::Gdr, Way::Host];
@@ -165,7 +166,7 @@ impl Summary {
         let [send, recv] = self.cpu_share.map(|share| share * 100.0);
         [
             format!("{:.2} ({:.2})", self.p50_us, self.p99_us),
-            format!("{:.3} ({:.3}..{:.3})", self.gb_s, self.gb_s_least, self.gb_s_most),
+            format!("{} ({}..{})", gigabytes(self.gb_s), gigabytes(self.gb_s_least), gigabytes(self.gb_s_most)),
             format!("{send:.1}/{recv:.1}"),
             format!("{:.0}x", pcie_crossings(way)),
         ]

@@ -129,8 +129,6 @@ const ROWS: Table = Table(&[
 
 /// Times that a graph is replayed.
 const REPLAYS: usize = 3;
-/// Registered buffers are of whole pages of the GPU.
-const PAGE: usize = 2 << 20;
 
 /// NCCL can take none of the paths that were asked for: nothing is known about right or wrong.
 #[derive(Debug)]
@@ -317,9 +315,9 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let comm = super::join(&nccl, seat, mail, "unique id")?;
     // Where elements are dealt out each rank has at least one, of 8 bytes at most.
     let most = job.sizes.iter().copied().max().unwrap_or(0).max(8 * ranks);
-    // Whole pages, which a dma-buf of a registered buffer is made of.
-    let room = if job.register { most.next_multiple_of(PAGE) } else { most };
-    let (input, output) = (gpu.alloc(room)?, gpu.alloc(room)?);
+    // The network takes memory that is made as by ncclMemAlloc, whatever the path.
+    let alloc = || if job.register { gpu.alloc_mapped(most) } else { gpu.alloc(most) };
+    let (input, output) = (alloc()?, alloc()?);
     let registered = if job.register { vec![comm.register(&input)?, comm.register(&output)?] } else { Vec::new() };
     let mut bytes = vec![0; most];
     for &operation in &job.operations {

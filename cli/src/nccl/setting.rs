@@ -185,8 +185,8 @@ impl fmt::Display for Setting {
     }
 }
 
-/// In the plugin's line about a connection.
-const STAGED: &str = "GPU memory by staging";
+/// In the plugin's line about the first GPU memory of a connection.
+const STAGED: &str = ": staging; ";
 /// In NCCL's line about a user's buffer that the network knows, and about one that it does not.
 const REGISTERED: &str = " - NET register userbuff";
 const NOT_REGISTERED: &str = " failed to NET register";
@@ -357,7 +357,7 @@ impl Setting {
             ensure!(direct == all, "{direct} of {all} channels use GPUDirect (GDRDMA), all should{why}");
         }
         let dmabuf = log.contains("DMA-BUF is available on GPU device");
-        // To NCCL staging looks like GPUDirect; the plugin says which it is of each connection.
+        // To NCCL staging looks like GPUDirect; the plugin says of each connection which it is.
         let staged = log.contains(STAGED);
         match path {
             GpuPath::Dmabuf => {
@@ -532,7 +532,7 @@ mod tests {
     fn staging_is_told_from_gpudirect_rank_by_rank() {
         let staged = START.to_owned()
             + &channel("RDMA/0/GDRDMA")
-            + "x NCCL INFO NET/RDMA : sending on a with peer b: 1 rail(s), takes host memory, GPU memory by staging\n";
+            + "x NCCL INFO NET/RDMA : GPU 0 (NVIDIA H200) with peer b pid 7: staging; NCCL_NET_RDMA_GPU_PATH=staging\n";
         let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
         let host = START.to_owned() + &channel("RDMA/0");
         setting("RDMA", GpuPath::Staging).proven(1, &staged).unwrap();
