@@ -491,3 +491,105 @@ impl Drop for Lane {
         }
     }
 }
+
+#[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "a pattern of bytes")]
+mod tests {
+    use super::*;
+
+    /// The program's context on the first GPU; None where there is no GPU: said aloud.
+    fn primary() -> Option<Entered> {
+        use std::io::Write as _;
+        let skip = |why: &str| {
+            // Not by println, which a test that passes keeps to itself.
+            let _ = std::io::stderr().write_all(format!("skipped: {why}\n").as_bytes());
+            None
+        };
+        if let Err(why) = available() {
+            return skip(&why);
+        }
+        let mut count = 0;
+        // SAFETY: one int to write.
+        if unsafe { cu::cuDeviceGetCount(&raw mut count) } != CUresult::CUDA_SUCCESS || count == 0 {
+            return skip("no GPU");
+        }
+        let mut context = ptr::null_mut();
+        // SAFETY: one context to write; it stays until the process ends.
+        check("", unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, 0) }).expect("a context");
+        Some(Entered::enter(context).expect("current"))
+    }
+
+    /// Memory of cuMemCreate, for ever.
+    fn create(length: usize) -> u64 {
+        // SAFETY: all zeroes is a valid description.
+        let mut kind: cu::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+        kind.type_ = cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+        kind.location.type_ = cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+        let (mut handle, mut address) = (0, 0);
+        // SAFETY: one handle to write; a description of memory.
+        check("cuMemCreate", unsafe { cu::cuMemCreate(&raw mut handle, length, &raw const kind, 0) }).expect("memory");
+        // SAFETY: one address to write.
+        let reserved = unsafe { cu::cuMemAddressReserve(&raw mut address, length, 0, 0, 0) };
+        check("cuMemAddressReserve", reserved).expect("addresses");
+        // SAFETY: a fresh range of the handle's size.
+        check("cuMemMap", unsafe { cu::cuMemMap(address, length, 0, handle, 0) }).expect("a mapping");
+        // SAFETY: all zeroes is a valid description.
+        let mut access: cu::CUmemAccessDesc = unsafe { std::mem::zeroed() };
+        access.location = kind.location;
+        access.flags = cu::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
+        // SAFETY: the range that was just mapped, and one description.
+        let result = unsafe { cu::cuMemSetAccess(address, length, &raw const access, 1) };
+        check("cuMemSetAccess", result).expect("access");
+        address
+    }
+
+    /// On the machine's own GPU, where it has one.
+    #[test]
+    fn bytes_go_to_the_gpu_and_back() {
+        const LEN: usize = 4 << 20;
+        let Some(_entered) = primary() else { return };
+        let gpu = create(LEN);
+        let stager = Stager::of(gpu, LEN).expect("a stager");
+        let host = Pages::map(LEN).expect("memory");
+        stager.pin(&host).expect("pinned");
+        let bytes = |at: usize| host.base().as_ptr().wrapping_add(at);
+        for i in 0..LEN {
+            // SAFETY: inside the pages.
+            unsafe { bytes(i).write(((i * 7 ^ i >> 9) & 0xff) as u8) };
+        }
+        let lanes = [Direction::ToGpu, Direction::FromGpu].map(|way| Lane::open(&stager, way).expect("a lane"));
+        let half = LEN as u64 / 2;
+        let copy = |length, mark| Copy { gpu, host: host.address(), length, mark: Some(mark) };
+        let mut ticket = 0;
+        for length in [1, 8, 4097, half] {
+            ticket += 1;
+            // SAFETY: both are there until the end of this test.
+            unsafe { lanes[0].start([copy(length, ticket)].into_iter()) }.expect("a copy");
+            lanes[0].settle().expect("done");
+            assert_eq!(lanes[0].reached(), ticket);
+        }
+        let back = Copy { gpu, host: host.address() + half, length: half, mark: Some(1) };
+        // SAFETY: as above.
+        unsafe { lanes[1].start([back].into_iter()) }.expect("a copy");
+        let begin = Instant::now();
+        while lanes[1].reached() != 1 {
+            lanes[1].check().expect("no error");
+            assert!(begin.elapsed() < PATIENCE);
+        }
+        let took = begin.elapsed();
+        for i in 0..LEN / 2 {
+            // SAFETY: inside the pages.
+            let sent = unsafe { bytes(i).read() };
+            // SAFETY: as above.
+            assert_eq!(sent, unsafe { bytes(LEN / 2 + i).read() }, "byte {i}");
+        }
+        println!("{} came back from {} in {took:?}", LEN / 2, stager.describe());
+        drop(lanes);
+        stager.unpin(&host);
+        let mut other = 0;
+        // SAFETY: one address to write.
+        check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut other, 4096) }).expect("memory");
+        let why = Stager::of(other, 4096).expect_err("of a context");
+        assert!(why.contains("not of cuMemCreate"), "{why}");
+    }
+}

@@ -291,10 +291,9 @@ impl<P: Post> Receiver<P> {
             // SAFETY: alive by this function's contract.
             let keys = unsafe { buffer.keys.as_ref() };
             keys.enter();
-            let (mut address, mut rkeys, mut state) = (buffer.address, &keys.rkeys, Entry::Open);
             if let Some(shadow) = keys.staged(buffer.size) {
-                self.stage(position, buffer.address, shadow);
-                (address, rkeys, state) = (shadow.host(buffer.address), &shadow.rkeys, Entry::Staged);
+                self.stage(position, buffer, shadow, (index, member as u8, n as u8));
+                continue;
             }
             self.slots[slot(position)] = Slot {
                 size: buffer.size,
@@ -304,17 +303,17 @@ impl<P: Post> Receiver<P> {
                 keys: Some(buffer.keys),
                 request: index,
                 member: member as u8,
-                state,
+                state: Entry::Open,
             };
             let credit = Credit {
-                address,
+                address: buffer.address,
                 size: buffer.size,
                 n: n as u8,
                 hinted: false,
-                piecewise: state == Entry::Staged,
+                piecewise: false,
                 tag: buffer.tag,
             };
-            self.shadow.write(position, &credit, rkeys);
+            self.shadow.write(position, &credit, &keys.rkeys);
         }
         self.open += n as u32;
         self.largest = self.largest.max(n as u8);
@@ -327,10 +326,29 @@ impl<P: Post> Receiver<P> {
         Ok(Some(index))
     }
 
-    /// A receive that is staged is posted.
+    /// As irecv's loop does, for a buffer that is staged.
     #[inline(never)] // off the path of what is not
-    fn stage(&mut self, position: u32, gpu: u64, shadow: &Shadow) {
-        self.inbox.get_or_insert_with(|| Inbox::new(&shadow.copier)).open(slot(position), gpu, shadow);
+    fn stage(&mut self, position: u32, buffer: &Buffer, shadow: &Shadow, (request, member, n): (u8, u8, u8)) {
+        self.inbox.get_or_insert_with(|| Inbox::new(&shadow.copier)).open(slot(position), buffer.address, shadow);
+        self.slots[slot(position)] = Slot {
+            size: buffer.size,
+            bytes: 0,
+            sequence: low16(position),
+            seen: 0,
+            keys: Some(buffer.keys),
+            request,
+            member,
+            state: Entry::Staged,
+        };
+        let credit = Credit {
+            address: shadow.host(buffer.address),
+            size: buffer.size,
+            n,
+            hinted: false,
+            piecewise: true,
+            tag: buffer.tag,
+        };
+        self.shadow.write(position, &credit, &shadow.rkeys);
     }
 
     /// Whether the peer knows hinted receives.

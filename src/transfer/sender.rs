@@ -212,7 +212,7 @@ impl<P: Post> Sender<P> {
         let registration = unsafe { keys.as_ref() };
         if credit.piecewise || registration.staged(size).is_some() {
             // SAFETY: this function's contract.
-            return unsafe { self.isend_pieces(data, size, keys, position, &credit) };
+            return unsafe { self.isend_pieces(data, size, keys, position) };
         }
         if self.free_len == 0 {
             self.poll()?;
@@ -320,8 +320,10 @@ impl<P: Post> Sender<P> {
         size: u64,
         keys: NonNull<Keys>,
         position: u32,
-        credit: &Credit,
     ) -> Result<Option<u8>, Fault> {
+        // Read once more rather than handed over: that would cost those that don't come here.
+        let Some(credit) = self.credits.read(position) else { return Ok(None) };
+        let size = size.min(credit.size);
         // SAFETY: alive by this function's contract.
         let registration = unsafe { keys.as_ref() };
         let shadow = registration.staged(size);
