@@ -256,6 +256,57 @@ impl Gpu {
     }
 }
 
+/// A stream that waits for another, and then copies from the GPU and back.
+#[derive(Debug)]
+pub(crate) struct Follower {
+    own: Gpu,
+    event: cuda::CUevent,
+    gpu: DeviceMemory,
+    host: HostMemory,
+}
+
+impl Gpu {
+    pub(crate) fn follower(&self) -> anyhow::Result<Follower> {
+        let mut stream = ptr::null_mut();
+        let flags = cuda::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: a context is current; one pointer to write. The stream stays until the process ends.
+        cu("cuStreamCreate", unsafe { cuda::cuStreamCreate(&raw mut stream, flags) })?;
+        let mut event = ptr::null_mut();
+        let flags = cuda::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
+        // SAFETY: as above.
+        cu("cuEventCreate", unsafe { cuda::cuEventCreate(&raw mut event, flags) })?;
+        let own = Self { device: self.device, stream };
+        Ok(Follower { own, event, gpu: self.alloc(Follower::BYTES)?, host: self.alloc_host(Follower::BYTES)? })
+    }
+}
+
+impl Follower {
+    const BYTES: usize = 64 << 10;
+
+    /// Queues the copies behind all that `leader` has by now.
+    pub(crate) fn follow(&self, leader: &Gpu) -> anyhow::Result<()> {
+        let stream = self.own.stream;
+        // SAFETY: an event and a stream of the current context.
+        cu("cuEventRecord", unsafe { cuda::cuEventRecord(self.event, leader.stream) })?;
+        // SAFETY: as above.
+        cu("cuStreamWaitEvent", unsafe { cuda::cuStreamWaitEvent(stream, self.event, 0) })?;
+        let host = self.host.words().as_ptr().cast_mut().cast();
+        // SAFETY: live memory of this size, which nothing else looks at.
+        let result = unsafe { cuda::cuMemcpyDtoHAsync_v2(host, self.gpu.address, Self::BYTES, stream) };
+        cu("cuMemcpyDtoHAsync", result)?;
+        // SAFETY: as above.
+        let result = unsafe { cuda::cuMemcpyHtoDAsync_v2(self.gpu.address, host, Self::BYTES, stream) };
+        cu("cuMemcpyHtoDAsync", result)
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        // Its memory goes next. A failure was seen by whoever waited for the leader.
+        let _ = self.own.synchronize();
+    }
+}
+
 /// Operations that can be queued again and again.
 #[derive(Debug)]
 pub(crate) struct Graph(cuda::CUgraphExec);

@@ -34,6 +34,10 @@ pub(crate) struct Args {
     /// Besides, capture each operation in a CUDA graph and replay it with other data, checked each time
     #[arg(long)]
     graph: bool,
+    /// Have so many streams wait for each operation with a copy of their own, as programs do with results. A network that
+    /// has the GPU copy must not come to stand behind them; with CUDA_DEVICE_MAX_CONNECTIONS=1 it is hardest
+    #[arg(long, default_value_t = 0, value_name = "STREAMS", value_parser = clap::value_parser!(u8).range(0..=64))]
+    behind: u8,
     /// What NCCL does (may be given more than once)
     #[arg(long = "op", value_enum, value_delimiter = ',', default_value = "all-reduce")]
     operations: Vec<Operation>,
@@ -94,6 +98,7 @@ pub(crate) struct Job {
     iters: usize,
     register: bool,
     graph: bool,
+    behind: usize,
 }
 
 /// What a rank reports per operation, size and type: seconds and wrong elements, out of place and in place.
@@ -191,6 +196,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             iters: usize::try_from(args.iters)?,
             register: args.register,
             graph: args.graph,
+            behind: usize::from(args.behind),
         },
     };
     println!("NCCL {version}, {} ranks on GPU {} ({gpu}), network {}", args.ranks, common.device, args.net);
@@ -319,6 +325,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let alloc = || if job.register { gpu.alloc_mapped(most) } else { gpu.alloc(most) };
     let (input, output) = (alloc()?, alloc()?);
     let registered = if job.register { vec![comm.register(&input)?, comm.register(&output)?] } else { Vec::new() };
+    let followers = (0..job.behind).map(|_| gpu.follower()).collect::<Result<Vec<_>, _>>()?;
     let mut bytes = vec![0; most];
     for &operation in &job.operations {
         for (round, &size) in job.sizes.iter().enumerate() {
@@ -334,7 +341,10 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
                     let Some((from, to)) = place else { continue };
                     let queue = |times: usize| -> anyhow::Result<f64> {
                         let start = Instant::now();
-                        (0..times).try_for_each(|_| part.queue(&comm, &gpu, from, to))?;
+                        for _ in 0..times {
+                            part.queue(&comm, &gpu, from, to)?;
+                            followers.iter().try_for_each(|follower| follower.follow(&gpu))?;
+                        }
                         comm.wait(&gpu, PATIENCE)?;
                         Ok(start.elapsed().as_secs_f64())
                     };
