@@ -493,7 +493,6 @@ impl Drop for Lane {
 }
 
 #[cfg(test)]
-#[expect(clippy::cast_possible_truncation, reason = "a pattern of bytes")]
 mod tests {
     use super::*;
 
