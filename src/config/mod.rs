@@ -217,7 +217,7 @@ settings! {
     socket_family: Option<AddrFamily> = None, "NCCL_SOCKET_FAMILY", Any, "address family for connection set-up: AF_INET or AF_INET6";
     comm_id: Option<String> = None, "NCCL_COMM_ID", Any, "address of NCCL's root; a hint which subnet connection set-up should use";
     rails: Option<String> = None, "NCCL_NET_RDMA_RAILS", Any, "groups of ports that one connection uses together: a+b,c:1+d:1";
-    strict: bool = false, "NCCL_NET_RDMA_STRICT", Any, "1: without a usable device the job stops instead of falling back";
+    strict: bool = false, "NCCL_NET_RDMA_STRICT", Any, "1: without a usable device the job stops instead of falling back, and a way to GPU memory that is closed or refused is an error";
     port_range: Option<RangeInclusive<u16>> = None, "NCCL_NET_RDMA_PORT_RANGE", Any, "TCP ports for connection set-up: first-last; unset: any";
     connect_timeout: Duration = Duration::from_secs(300), "NCCL_NET_RDMA_CONNECT_TIMEOUT", Range(1, 86_400), "seconds that connection set-up may take; a peer that can't be reached at all is given up after 60";
     keepalive_interval: u32 = 5000, "NCCL_NET_RDMA_KEEPALIVE_INTERVAL", Range(0, 3_600_000), "ms after which a side of a connection that had nothing to say sends a keep-alive over TCP, at most a third of the timeout; both sides keep the longer of their values; 0 on either: none";

@@ -493,6 +493,7 @@ impl Drop for Lane {
 }
 
 #[cfg(test)]
+#[expect(clippy::cast_possible_truncation, reason = "a pattern of bytes")]
 mod tests {
     use super::*;
 
@@ -554,7 +555,7 @@ mod tests {
         let bytes = |at: usize| host.base().as_ptr().wrapping_add(at);
         for i in 0..LEN {
             // SAFETY: inside the pages.
-            unsafe { bytes(i).write(((i * 7) ^ (i >> 9)).to_le_bytes()[0]) };
+            unsafe { bytes(i).write((((i * 7) ^ (i >> 9)) & 0xff) as u8) };
         }
         let lanes = [Direction::ToGpu, Direction::FromGpu].map(|way| Lane::open(&stager, way).expect("a lane"));
         let half = LEN as u64 / 2;

@@ -17,6 +17,7 @@
 //!   they come, so what is contiguous from the start is copied as it grows. The ring entry is free when all is in the shadow,
 //!   the receive done when all is in GPU memory. So there are no hinted receives here: who would copy? And no flush: the
 //!   GPU's own copy engine wrote the data, in order with the mark that tells of it.
+//! * A connection that stages has 16 KiB more at the sender, 32 KiB at the receiver, from its first staged message on.
 //! * *Marks*: behind a copy the stream writes its ticket into a word of host memory. To ask how far the copies are is one
 //!   load.
 
@@ -264,6 +265,12 @@ impl Inbox {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn it_takes_no_more_than_is_told() {
+        assert!(COPIES * size_of::<Piece>() <= 16 << 10);
+        assert!(RING * size_of::<Assembly>() + RECV_REQUESTS * MAX_GROUP * size_of::<Landing>() <= 32 << 10);
+    }
 
     #[test]
     fn tickets_go_round() {
