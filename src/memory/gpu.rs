@@ -404,6 +404,9 @@ pub struct Lane {
     stager: Arc<Stager>,
     direction: Direction,
     word: Word,
+    /// Nothing is started any more. Held while copies are started: whoever closes knows that none comes after. Nobody else takes
+    /// it, and the driver takes locks of its own for each copy.
+    closed: Mutex<bool>,
     /// Waits so far.
     fences: Mutex<u32>,
 }
@@ -421,18 +424,22 @@ pub struct Copy {
 impl Lane {
     pub fn open(stager: &Arc<Stager>, direction: Direction) -> Result<Self, String> {
         let word = stager.take_word()?;
-        Ok(Self { stager: Arc::clone(stager), direction, word, fences: Mutex::new(0) })
+        Ok(Self { stager: Arc::clone(stager), direction, word, closed: Mutex::new(false), fences: Mutex::new(0) })
     }
 
     pub fn stager(&self) -> &Arc<Stager> {
         &self.stager
     }
 
-    /// Starts copies, in order. No call waits for anything.
+    /// Starts copies, in order.
     ///
     /// # Safety
     /// The host memory is pinned, and both ranges stay in place until the copies are done.
     pub unsafe fn start(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
+        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
+        if *closed {
+            return Err("the connection has ended, nothing is copied any more".to_owned());
+        }
         let _entered = Entered::enter(self.stager.context)?;
         let stream = self.stager.stream(self.direction);
         for copy in copies {
@@ -469,6 +476,11 @@ impl Lane {
             CUresult::CUDA_ERROR_NOT_READY => Ok(()),
             result => check("cuStreamQuery", result).map_err(|e| format!("{e} on {}", self.stager.describe())),
         }
+    }
+
+    /// From its return on no copy is started. What was started before goes on, see [`Self::settle`].
+    pub fn close(&self) {
+        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
     }
 
     /// Waits until all that was started is done, for 10 s at most.

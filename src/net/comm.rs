@@ -277,8 +277,11 @@ impl Base {
         )))
     }
 
-    /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory.
+    /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory, but for
+    /// copies that are under way ([`Paths::settle`]).
     pub(super) fn fence(&self) {
+        // What has arrived and was not polled is not copied any more.
+        self.paths.close();
         // Whoever comes second waits for the first: memory may be freed after this returns.
         let mut fenced = self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
         if !std::mem::replace(&mut *fenced, true)
@@ -507,8 +510,10 @@ impl Comm {
             Self::Recv(comm) => {
                 // SAFETY: by this function's contract.
                 let receiver = unsafe { &mut *comm.hot.get() };
-                // What has arrived and was not polled is not under way any more.
-                let _ = receiver.poll();
+                // What has arrived and was not polled is not under way any more; after a failure nobody asks.
+                if !comm.base.alert.has_failed() || comm.base.retired.load(Ordering::Acquire) {
+                    let _ = receiver.poll();
+                }
                 let (received, largest) = (receiver.received(), receiver.largest());
                 tracing::info!(
                     target: "net",
@@ -532,7 +537,7 @@ impl SendComm {
     ) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
         // A fault that polling finds is told below, or by the test of its request.
-        if self.base.alert.asked() && sender.poll().is_ok() {
+        if self.base.alert.asked() && !self.base.alert.has_failed() && sender.poll().is_ok() {
             sender.check_copies().map_err(|fault| self.base.fail(&fault))?;
             let quiet = self.base.look(sender.owed(), || {
                 let owes = |qp: &usize| sender.room(*qp) < SEND_WRS;
@@ -612,7 +617,7 @@ impl RecvComm {
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
         fork::refuse_child()?;
         // As for a sender. Credits go over the first QP.
-        if self.base.alert.asked() && receiver.poll().is_ok() {
+        if self.base.alert.asked() && !self.base.alert.has_failed() && receiver.poll().is_ok() {
             receiver.check_copies().map_err(|fault| self.base.fail(&fault))?;
             if self.base.look(receiver.owed(), || self.base.routes[0].clone())? {
                 receiver.probe().map_err(|fault| self.base.fail(&fault))?;

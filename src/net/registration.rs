@@ -71,10 +71,23 @@ impl Paths {
         }
     }
 
-    /// Waits, not for ever, until no copy of this connection is under way.
+    fn open_lane(&self) -> Option<Arc<Lane>> {
+        self.lane.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// No copy of this connection is started from here on.
+    pub(super) fn close(&self) {
+        if let Some(lane) = self.open_lane() {
+            lane.close();
+        }
+    }
+
+    /// The same, and waits, not for ever, until none is under way.
     pub(super) fn settle(&self) -> Result<(), String> {
-        let lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        lane.map_or(Ok(()), |lane| lane.settle())
+        self.open_lane().map_or(Ok(()), |lane| {
+            lane.close();
+            lane.settle()
+        })
     }
 }
 
@@ -421,7 +434,7 @@ impl Comm {
         // The memory region goes now, whoever still looks at the keys: NCCL frees the memory next, and what is at its
         // addresses then must not find it in the cache.
         let mut held = std::mem::take(&mut *handle.held.lock().unwrap_or_else(PoisonError::into_inner));
-        // NCCL makes no call of the data path while it aborts, so no copy is started after this.
+        // The fence let no copy start after it.
         if open
             && held.shadow.is_some()
             && let Err(why) = base.paths.settle()

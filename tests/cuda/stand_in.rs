@@ -2,8 +2,9 @@
 //! each stream that copies late.
 //!
 //! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
-//! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: host memory of
-//! a copy that is not pinned, memory pinned while the thread minds stream captures, a copy past the end of its memory. A stream
+//! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: memory pinned while the
+//! thread minds stream captures. A copy of host memory that is not pinned, or of GPU memory that is not there or was freed, ends
+//! the process, at its start and when it is carried out: it would have spoilt someone's memory. A stream
 //! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel; but for those of
 //! cuStreamCreate, which are the program's own and may copy from and to any host memory.
 //!
@@ -82,7 +83,7 @@ fn current() -> Option<usize> {
 }
 
 enum Work {
-    Copy { to: u64, from: u64, length: u64 },
+    Copy { device: u64, host: u64, length: u64, to_device: bool },
     Write { address: u64, value: u32 },
 }
 
@@ -128,12 +129,16 @@ fn start(context: usize) -> Stream {
         }
         for item in todo {
             match item {
-                Work::Copy { to, from, length } => {
+                Work::Copy { device, host, length, to_device } => {
                     if delay > 0 {
                         std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
                     }
+                    // Both are there until it is done.
+                    let state = state();
+                    let view = state.copied(context, device, host, length);
+                    let (from, to) = if to_device { (host, view) } else { (view, host) };
                     let (from, to) = (from as *const u8, to as *mut u8);
-                    // SAFETY: both ranges were looked up, and stay as the driver's rules say.
+                    // SAFETY: both ranges were looked up just now.
                     unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(length).unwrap_or(0)) };
                 }
                 Work::Write { address, value } => {
@@ -147,9 +152,28 @@ fn start(context: usize) -> Stream {
     Stream { context, work, left, thread }
 }
 
-/// Host memory that a stream may copy from or to.
-fn may_copy(handle: usize, host: u64, length: u64) -> bool {
-    find(&state().pinned, host, length).is_some() || streams().get(&handle).is_some_and(|s| s.context == PROGRAM)
+impl State {
+    /// Where the GPU memory of a copy is.
+    fn copied(&self, context: usize, device: u64, host: u64, length: u64) -> u64 {
+        if context != PROGRAM && find(&self.pinned, host, length).is_none() {
+            never(&format!("a copy of {length} bytes at {host:#x}, which are not pinned"));
+        }
+        let Some((range, offset)) = find(&self.device, device, length) else {
+            never(&format!("a copy of {length} bytes of GPU memory at {device:#x}, where there is none"));
+        };
+        range.view + offset
+    }
+}
+
+fn never(what: &str) -> ! {
+    eprintln!("stand-in for CUDA: {what}");
+    std::process::abort();
+}
+
+fn copy(handle: usize, device: u64, host: u64, length: u64, to_device: bool) -> CUresult {
+    let Some(context) = streams().get(&handle).map(|stream| stream.context) else { return INVALID_VALUE };
+    state().copied(context, device, host, length);
+    submit(handle, Work::Copy { device, host, length, to_device })
 }
 
 fn submit(handle: usize, work: Work) -> CUresult {
@@ -202,6 +226,15 @@ pub unsafe extern "C" fn stand_in_alloc(length: usize, vmm: c_int) -> u64 {
     let Some((device, view)) = memory().filter(|_| offset + length <= MEMORY) else { return 0 };
     state().device.insert(device + offset, Range { length, view: view + offset, vmm: vmm != 0 });
     device + offset
+}
+
+/// Gives GPU memory back.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_free(address: u64) {
+    state().device.remove(&address);
 }
 
 /// Where tests look at GPU memory.
@@ -444,17 +477,11 @@ driver! {
     }
 
     fn cuMemcpyDtoHAsync_v2(host: *mut c_void, device: u64, length: usize, handle: usize) {
-        let (host, length) = (host as u64, length as u64);
-        let range = find(&state().device, device, length);
-        let (Some((range, offset)), true) = (range, may_copy(handle, host, length)) else { return INVALID_VALUE };
-        submit(handle, Work::Copy { to: host, from: range.view + offset, length })
+        copy(handle, device, host as u64, length as u64, false)
     }
 
     fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: usize) {
-        let (host, length) = (host as u64, length as u64);
-        let range = find(&state().device, device, length);
-        let (Some((range, offset)), true) = (range, may_copy(handle, host, length)) else { return INVALID_VALUE };
-        submit(handle, Work::Copy { to: range.view + offset, from: host, length })
+        copy(handle, device, host as u64, length as u64, true)
     }
 
     fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: c_uint, _flags: c_uint) {

@@ -66,6 +66,13 @@ impl Gpu {
         Self { at: at as *mut c_void, len, view }
     }
 
+    /// Gives it back, as NCCL does after deregMr.
+    fn free(&self) {
+        let free: unsafe extern "C" fn(u64) = of_driver(c"stand_in_free");
+        // SAFETY: only forgets it.
+        unsafe { free(self.at as u64) };
+    }
+
     fn bytes(&self) -> Vec<u8> {
         // SAFETY: as long as this.
         unsafe { std::slice::from_raw_parts(self.view, self.len) }.to_vec()
@@ -300,5 +307,34 @@ fn a_copy_ends_before_its_memory_is_given_back() {
         assert_eq!(pinned(), 0);
         std::thread::sleep(Duration::from_millis(500));
         assert!(to.bytes().iter().all(|&b| b == 7), "written after it was given back");
+    });
+}
+
+/// All of the message lies in the shadow, and nobody has polled; NCCL aborts, frees the memory and closes. The stand-in ends the
+/// process if a copy is started after that.
+#[test]
+fn what_arrived_unseen_is_not_copied_into_memory_that_was_given_back() {
+    let env = [STAGING, driver(), ("NCCL_NET_RDMA_STAGING_CHUNK", "65536")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        for look in [false, true] {
+            let pair = plugin.pair(0, 0);
+            let (from, to) = (Gpu::new(1 << 20), Gpu::new(1 << 20));
+            from.fill(&pattern(1 << 20));
+            let memory = [from.register(&plugin, pair.0).unwrap(), to.register(&plugin, pair.1).unwrap()];
+            let receive = until("irecv", || plugin.irecv_at(pair.1, to.part(1 << 20), 0, memory[1]).unwrap());
+            let send = until("isend", || plugin.isend_at(pair.0, from.part(1 << 20), 0, memory[0]).unwrap());
+            until("the send", || plugin.test(send).unwrap());
+            plugin.dereg_mr(pair.1, memory[1]);
+            to.free();
+            if look {
+                // The watch has every call look.
+                std::thread::sleep(Duration::from_millis(1200));
+                plugin.test(receive).unwrap_err();
+            }
+            plugin.dereg_mr(pair.0, memory[0]);
+            plugin.close(pair);
+            assert!(to.bytes().iter().all(|&b| b == 0));
+        }
     });
 }
