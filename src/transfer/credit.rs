@@ -5,19 +5,22 @@
 //! | offset | field |
 //! |---|---|
 //! | 0 | address (8) |
-//! | 8 | size (48 bits), then 16 bits: n − 1 (3), hinted (1, with n = 1), piecewise (1), 0 (3), lap (8) |
+//! | 8 | size (48 bits), then 16 bits: n − 1 (3), hinted (1, with n = 1), piecewise (1), pieces (3, with piecewise), lap (8) |
 //! | 16 | rkey of each rail (4 each) |
 //! | stride − 8 | tag (4) |
 //! | stride − 4 | sequence (4): ring position + 1 |
+//!
+//! Of a message that is wanted piecewise 2^pieces portions may go over one QP, of all others one: there are receives for so many.
 //!
 //! The sequence is written last and read first. The lap of the ring (bits 8–15 of the sequence; the low byte is the same
 //! in every lap) stands in the entry a second time, so that a device that copies bytewise or out of order can't show half
 //! of an entry and half of the one before it.
 
+use std::num::NonZeroU8;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-use super::{MAX_GROUP, MAX_RAILS, RING};
+use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RING};
 
 /// Offset of the first rail's key.
 const RKEYS: usize = 16;
@@ -74,8 +77,9 @@ pub struct Credit {
     pub n: u8,
     /// No immediate answers it ([`super::hint`]); n is 1.
     pub hinted: bool,
-    /// The receiver copies what arrives ([`super::staging`]): it wants the message in portions.
-    pub piecewise: bool,
+    /// The receiver copies what arrives ([`super::staging`]): it wants the message in portions, at most so many over one QP, a
+    /// power of two. None: in as few as it takes, one over a QP.
+    pub pieces: Option<NonZeroU8>,
     pub tag: u32,
 }
 
@@ -83,6 +87,16 @@ pub struct Credit {
 const HINTED: u64 = 8;
 /// The bit of a message that is wanted in portions.
 const PIECEWISE: u64 = 16;
+/// The logarithm of the portions for a QP, in three bits.
+const PIECES: u32 = 5;
+/// More than any message has are refused.
+const MOST_PIECES: u64 = MAX_PORTIONS.ilog2() as u64;
+
+/// The bits of a credit that says how many portions may go over one QP.
+#[inline]
+fn piece_bits(pieces: Option<NonZeroU8>) -> u64 {
+    pieces.map_or(0, |most| PIECEWISE | u64::from(most.ilog2()) << PIECES)
+}
 
 /// The sequence number of a ring position; never confused with an older lap of the ring.
 #[inline]
@@ -175,7 +189,7 @@ impl CreditRing {
         let word = self.word64(slot, 8).load(Ordering::Relaxed);
         let meta = word >> 48;
         // A hinted receive is alone.
-        if meta >> 8 != lap(position) || meta & (0xff ^ PIECEWISE) > HINTED {
+        if meta >> 8 != lap(position) || meta & 0xff > HINTED && !Self::is_piecewise(meta & 0xff) {
             return None;
         }
         Some(Credit {
@@ -183,9 +197,15 @@ impl CreditRing {
             size: word & ((1 << 48) - 1),
             n: (meta & 7) as u8 + 1,
             hinted: meta & HINTED != 0,
-            piecewise: meta & PIECEWISE != 0,
+            pieces: if meta & PIECEWISE == 0 { None } else { NonZeroU8::new(1 << (meta >> PIECES & 7)) },
             tag: self.tag(position),
         })
+    }
+
+    /// Flags beyond those of what goes in one piece.
+    #[cold]
+    fn is_piecewise(flags: u64) -> bool {
+        flags & PIECEWISE != 0 && flags & (PIECEWISE - 1) <= HINTED && flags >> PIECES <= MOST_PIECES
     }
 
     /// The key of one rail at a position that was read.
@@ -202,8 +222,7 @@ impl CreditRing {
         debug_assert!(!credit.hinted || credit.n == 1);
         let slot = slot(position);
         let hinted = if credit.hinted { HINTED } else { 0 };
-        let piecewise = if credit.piecewise { PIECEWISE } else { 0 };
-        let meta = u64::from(credit.n - 1) | hinted | piecewise | lap(position) << 8;
+        let meta = u64::from(credit.n - 1) | hinted | piece_bits(credit.pieces) | lap(position) << 8;
         self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
         self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
         for rail in (0..self.stride.rails()).step_by(2) {
@@ -236,11 +255,13 @@ pub(crate) mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool, hint: bool, piecewise: bool) {
+        fn round_trip(position: u32, address: u64, size in 0u64..1 << 48, n in 1u8..=8, tag: u32, keys: [u32; 8], wide: bool, hint: bool, pieces in 0u8..6) {
             let stride = if wide { Stride::Wide } else { Stride::Narrow };
             let mut memory = memory();
             let ring = memory.ring(stride);
-            let credit = Credit { address, size, n, hinted: hint && n == 1, piecewise, tag };
+            // 1, 2, 4, 8, 16 or none.
+            let pieces = NonZeroU8::new((1u8 << pieces) & 31);
+            let credit = Credit { address, size, n, hinted: hint && n == 1, pieces, tag };
             prop_assert!(position == u32::MAX || !ring.ready(position));
             ring.write(position, &credit, &keys);
             prop_assert!(ring.ready(position));
@@ -256,7 +277,7 @@ pub(crate) mod tests {
     fn a_torn_entry_is_not_read() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Narrow);
-        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, piecewise: false, tag: 3 }, &[4; 8]);
+        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: None, tag: 3 }, &[4; 8]);
         // The sequence of the next lap is there, the rest is still of this one.
         ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
         assert!(ring.ready(7 + 256));
@@ -267,7 +288,7 @@ pub(crate) mod tests {
     fn unknown_flags_are_refused() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Wide);
-        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, piecewise: false, tag: 3 }, &[4; 8]);
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: None, tag: 3 }, &[4; 8]);
         for bit in 5..8 {
             ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);
             assert_eq!(ring.read(0), None);
@@ -275,6 +296,11 @@ pub(crate) mod tests {
         }
         ring.word64(0, 8).fetch_or((HINTED | 1) << 48, Ordering::Relaxed);
         assert_eq!(ring.read(0), None, "a group is never hinted");
+        let pieces = NonZeroU8::new(16);
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces, tag: 3 }, &[4; 8]);
+        assert!(ring.read(0).is_some());
+        ring.word64(0, 8).fetch_or(1 << (48 + PIECES), Ordering::Relaxed);
+        assert_eq!(ring.read(0), None, "32 portions");
     }
 
     #[test]

@@ -21,8 +21,12 @@
 //!   keeps their order, so the immediate is last; and still one receive is consumed for each portion.
 //! * The size of a message is the sum of its portions' bytes: what the receiver's own NIC counted for the writes with an
 //!   immediate, and as many times the largest write as these say.
-//! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, always more than there can be credits
-//!   open, so that a sender never finds none.
+//! * Receives (empty ones, consumed by the immediates) are posted ahead in batches, and a sender never finds none. Of those
+//!   that a QP has ([`Receiver::RQ_DEPTH`]) some were consumed and not posted again: fewer than a batch that this side has
+//!   seen, and what it has not seen, which belongs to open credits. An open credit is answered with one portion on a QP, or
+//!   with as many as it says itself where the message is wanted in portions. The receiver keeps account of what it says:
+//!   beyond one each, the open credits together never say more than [`EXTRA_RECVS`]. So RING + `EXTRA_RECVS` +
+//!   [`RECV_BATCH`] are one more than can be gone, in whatever order and however late both sides look.
 //!
 //! # Hinted receives
 //! NCCL says of receives of LL and LL128 (ABI v9 and newer) that it needs no completion: flags in the data tell when they are
@@ -81,6 +85,8 @@ pub const RECV_REQUESTS: usize = 64;
 pub const FLUSHES: usize = 2 * RECV_REQUESTS;
 /// Receives are posted in batches of this many.
 pub const RECV_BATCH: usize = 64;
+/// Receives for messages that go in several portions over one QP: as many as make the queue a power of two, as NICs round it.
+pub const EXTRA_RECVS: usize = 192;
 /// Credit writes that can be outstanding on the credit QP.
 pub const CREDIT_WRS: usize = 128;
 /// Reads that can be outstanding on a rail's loopback QP.

@@ -4,6 +4,7 @@
     reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
+use std::num::NonZeroU8;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -13,10 +14,13 @@ use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 use super::credit::{Credit, CreditRing, sequence, slot};
 use super::hint::Horizon;
 use super::imm::Imm;
+use super::split;
 use super::staging::{Inbox, Shadow};
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
-use super::{CREDIT_WRS, FLUSH_WRS, FLUSHES, MAX_GROUP, MAX_RAILS, RECV_BATCH, RECV_REQUESTS, RING};
+use super::{
+    CREDIT_WRS, EXTRA_RECVS, FLUSH_WRS, FLUSHES, MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RECV_BATCH, RECV_REQUESTS, RING,
+};
 
 /// What a receiver is made from.
 #[derive(Debug)]
@@ -69,6 +73,8 @@ struct Slot {
     keys: Option<NonNull<Keys>>,
     request: u8,
     member: u8,
+    /// Portions of it that may go over one QP; 0 and 1 are the same.
+    pieces: u8,
     state: Entry,
 }
 
@@ -125,6 +131,8 @@ pub struct Receiver<P> {
     largest: u8,
     /// Positions whose message has not arrived.
     open: u32,
+    /// Portions that these may have on one QP beyond one each: at most [`EXTRA_RECVS`].
+    extra: u32,
     lanes: Lanes,
     max_write: u32,
     can_flush: bool,
@@ -154,8 +162,9 @@ pub struct Receiver<P> {
 unsafe impl<P: Send> Send for Receiver<P> {}
 
 impl<P: Post> Receiver<P> {
-    /// Receives that each QP needs: more than there can be credits open, and a batch on top.
-    pub const RQ_DEPTH: usize = RING + RECV_BATCH;
+    /// Receives that each QP needs: one for every credit that can be open, those that messages in portions take beyond, and a
+    /// batch on top.
+    pub const RQ_DEPTH: usize = RING + EXTRA_RECVS + RECV_BATCH;
     /// The same, as verbs count.
     pub const RECV_QUEUE: u32 = Self::RQ_DEPTH as u32;
 
@@ -171,6 +180,7 @@ impl<P: Post> Receiver<P> {
             tail: 0,
             largest: 0,
             open: 0,
+            extra: 0,
             lanes: parts.lanes,
             max_write: parts.max_write,
             can_flush: parts.can_flush,
@@ -303,6 +313,7 @@ impl<P: Post> Receiver<P> {
                 keys: Some(buffer.keys),
                 request: index,
                 member: member as u8,
+                pieces: 1,
                 state: Entry::Open,
             };
             let credit = Credit {
@@ -310,7 +321,7 @@ impl<P: Post> Receiver<P> {
                 size: buffer.size,
                 n: n as u8,
                 hinted: false,
-                piecewise: false,
+                pieces: None,
                 tag: buffer.tag,
             };
             self.shadow.write(position, &credit, &keys.rkeys);
@@ -330,6 +341,8 @@ impl<P: Post> Receiver<P> {
     #[inline(never)] // off the path of what is not
     fn stage(&mut self, position: u32, buffer: &Buffer, shadow: &Shadow, (request, member, n): (u8, u8, u8)) {
         self.inbox.get_or_insert_with(|| Inbox::new(&shadow.copier)).open(slot(position), buffer.address, shadow);
+        let pieces = self.pieces(buffer.size);
+        self.extra += u32::from(pieces) - 1;
         self.slots[slot(position)] = Slot {
             size: buffer.size,
             bytes: 0,
@@ -338,6 +351,7 @@ impl<P: Post> Receiver<P> {
             keys: Some(buffer.keys),
             request,
             member,
+            pieces,
             state: Entry::Staged,
         };
         let credit = Credit {
@@ -345,10 +359,18 @@ impl<P: Post> Receiver<P> {
             size: buffer.size,
             n,
             hinted: false,
-            piecewise: true,
+            pieces: NonZeroU8::new(pieces),
             tag: buffer.tag,
         };
         self.shadow.write(position, &credit, &shadow.rkeys);
+    }
+
+    /// How many portions of a staged message may go over one QP: a share of the receives that are left, and of no use beyond
+    /// the lines of a message.
+    fn pieces(&self, size: u64) -> u8 {
+        let share = (EXTRA_RECVS as u32 - self.extra) / 4;
+        let most = size.div_ceil(split::ALIGN).clamp(1, MAX_PORTIONS as u64) as u32;
+        1 << most.min(share + 1).ilog2()
     }
 
     /// Whether the peer knows hinted receives.
@@ -393,14 +415,8 @@ impl<P: Post> Receiver<P> {
         self.horizon.posted(position);
         self.slots[slot(position)] =
             Slot { sequence: low16(position), keys: Some(buffer.keys), state: Entry::Hinted, ..Slot::default() };
-        let credit = Credit {
-            address: buffer.address,
-            size: buffer.size,
-            n: 1,
-            hinted: true,
-            piecewise: false,
-            tag: buffer.tag,
-        };
+        let credit =
+            Credit { address: buffer.address, size: buffer.size, n: 1, hinted: true, pieces: None, tag: buffer.tag };
         self.shadow.write(position, &credit, &keys.rkeys);
         self.largest = self.largest.max(1);
         self.tail = position.wrapping_add(1);
@@ -622,6 +638,7 @@ impl<P: Post> Receiver<P> {
         if seen.count_ones() >= u32::from(imm.portions) {
             slot.state = Entry::Free;
             self.open -= 1;
+            self.extra -= u32::from(slot.pieces) - 1;
             self.requests[usize::from(slot.request)].sizes[usize::from(slot.member)] = slot.bytes;
             last = slot.keys.take().map(|keys| (slot.request, keys, slot.bytes));
         }

@@ -210,7 +210,7 @@ impl<P: Post> Sender<P> {
         let size = size.min(credit.size);
         // SAFETY: alive by this function's contract.
         let registration = unsafe { keys.as_ref() };
-        if credit.piecewise || registration.staged(size).is_some() {
+        if credit.pieces.is_some() || registration.staged(size).is_some() {
             // SAFETY: this function's contract.
             return unsafe { self.isend_pieces(data, size, keys, position) };
         }
@@ -337,7 +337,7 @@ impl<P: Post> Sender<P> {
             portions[0] = self.one_way(size)?;
             1
         } else {
-            self.chunks(size, &mut portions)?
+            self.chunks(size, credit.pieces.map_or(1, |most| usize::from(most.get())), &mut portions)?
         };
         let portions = &portions[..count];
         if !self.reserve(portions, shadow.is_some()) {
@@ -395,25 +395,32 @@ impl<P: Post> Sender<P> {
         Ok(Some(index))
     }
 
-    /// Cuts a message into chunks, each for the rail that would have it first; how many.
-    fn chunks(&mut self, size: u64, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
+    /// Cuts a message into chunks, each for the rail that would have it first, at most `most` over one QP; how many.
+    fn chunks(&mut self, size: u64, most: usize, portions: &mut [Portion; MAX_PORTIONS]) -> Result<usize, Fault> {
         if size > self.largest() {
             return Err(self.too_large(size));
         }
-        let piece = split::piece(size, self.chunk, self.max_write);
+        let piece = split::piece(size, self.chunk, self.max_write, most * self.lanes.total());
         let mut out = self.bytes_out;
         let (mut left, mut count) = (size, 0);
         loop {
             let length = left.min(piece);
+            let free = |&qp: &usize| portions[..count].iter().filter(|p| p.qp == qp).count() < most;
             // The QP whose turn it is decides between equals.
             let turn = self.next_qp / self.lanes.qps;
-            let rails = (0..self.lanes.rails).map(|i| (turn + i) % self.lanes.rails);
-            let finish = |&rail: &usize| u128::from(out[rail] + length) * 1000 / u128::from(self.speed[rail].max(1));
-            let rail = rails.min_by_key(finish).unwrap_or(0);
-            let qp = rail * self.lanes.qps + self.next_qp % self.lanes.qps;
+            let qps = (0..self.lanes.rails).filter_map(|i| {
+                let rail = (turn + i) % self.lanes.rails;
+                let lanes = (0..self.lanes.qps).map(|i| (self.next_qp + i) % self.lanes.qps);
+                lanes.map(|lane| rail * self.lanes.qps + lane).find(free)
+            });
+            let rail = |qp: usize| qp / self.lanes.qps;
+            let finish =
+                |&qp: &usize| u128::from(out[rail(qp)] + length) * 1000 / u128::from(self.speed[rail(qp)].max(1));
+            // There is one: the pieces are no more than fit all QPs.
+            let qp = qps.min_by_key(finish).unwrap_or(0);
+            out[rail(qp)] += length;
             self.next_qp = (self.next_qp + 1) % self.lanes.total();
             portions[count] = Portion { qp, length, writes: split::writes(length, self.max_write) as u32 };
-            out[rail] += length;
             left -= length;
             count += 1;
             if left == 0 {

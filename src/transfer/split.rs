@@ -47,10 +47,10 @@ pub fn writes(length: u64, max_write: u64) -> u64 {
     length.div_ceil(max_write).max(1)
 }
 
-/// Length of the portions of a message that goes in chunks, the last being shorter: at most [`MAX_PORTIONS`], whole lines, and
+/// Length of the portions of a message that goes in chunks, the last being shorter: at most `most` and [`MAX_PORTIONS`], whole lines, and
 /// if longer than a write, whole writes, so that all of them fit one send queue if the message does.
-pub(super) fn piece(size: u64, chunk: u64, max_write: u64) -> u64 {
-    let count = size.div_ceil(chunk).clamp(1, MAX_PORTIONS as u64);
+pub(super) fn piece(size: u64, chunk: u64, max_write: u64, most: usize) -> u64 {
+    let count = size.div_ceil(chunk).clamp(1, most.clamp(1, MAX_PORTIONS) as u64);
     let length = size.div_ceil(count).next_multiple_of(ALIGN);
     if length > max_write { length.next_multiple_of(max_write) } else { length }
 }
@@ -162,7 +162,7 @@ mod tests {
         #[test]
         fn pieces_are_few_and_fit_a_send_queue(size in 0u64..1 << 33, chunk in 128u64..1 << 20, max_write in prop::sample::select(vec![128u64, 512, 4096, 1 << 23, 1 << 31])) {
             let size = size.min(max_write * u64::from(SEND_WRS));
-            let length = piece(size, chunk, max_write);
+            let length = piece(size, chunk, max_write, MAX_PORTIONS);
             prop_assert!(length.is_multiple_of(ALIGN) && (size == 0) == (length == 0));
             let whole = size.checked_div(length).unwrap_or(0);
             prop_assert!(whole <= MAX_PORTIONS as u64 && (size == whole * length || whole < MAX_PORTIONS as u64));
