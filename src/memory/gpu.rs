@@ -15,7 +15,7 @@
 //! Copy engines write whole lines: none of 128 bytes was seen torn in 3000 rounds of 1 to 512 KiB, read as LL128 reads them,
 //! from uneven host addresses too.
 //!
-//! No call here waits for the program's kernels, and all are made with the thread's stream capture mode relaxed, so that
+//! Calls wait for copies only, and for none of the program's kernels; those of the data path wait for nothing. All are made with the thread's stream capture mode relaxed, so that
 //! none spoils a graph that another thread captures.
 
 use std::ffi::{c_int, c_void};
@@ -41,9 +41,18 @@ const CALLS: &[&str] = &[
 
 /// Copies take microseconds; a GPU that takes longer than this for them hangs.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// What is waited for one that has hung before.
+const SHORT_PATIENCE: Duration = Duration::from_millis(100);
 
 fn check(call: &str, result: CUresult) -> Result<(), String> {
     if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{call}: {result:?}")) }
+}
+
+/// An end of the process takes the contexts along: not a failure, and no one is to be told of it.
+fn unless_over(result: Result<(), String>) -> Result<(), String> {
+    let over =
+        |why: &String| why.contains("CUDA_ERROR_DEINITIALIZED") || why.contains("CUDA_ERROR_CONTEXT_IS_DESTROYED");
+    if result.as_ref().is_err_and(over) { Ok(()) } else { result }
 }
 
 /// Whether there is a driver that can; or why not.
@@ -64,7 +73,14 @@ pub fn available() -> Result<(), String> {
                 }
             }
             // SAFETY: no arguments but flags, of which there are none.
-            check("cuInit", unsafe { cu::cuInit(0) })
+            let result = unsafe { cu::cuInit(0) };
+            check("cuInit", result).map_err(|why| match result {
+                // It is looked for by the name libcuda.so, too.
+                CUresult::CUDA_ERROR_STUB_LIBRARY => format!(
+                    "{why}: libcuda.so is the CUDA toolkit's stub, not the driver; remove .../stubs from LD_LIBRARY_PATH"
+                ),
+                _ => why,
+            })
         })
         .clone()
 }
@@ -181,8 +197,8 @@ pub struct Stager {
     /// From the GPU, and to it.
     streams: [cu::CUstream; 2],
     words: Mutex<Words>,
-    /// A copy did not end: nobody else needs to wait as long for that.
-    hangs: AtomicBool,
+    /// By direction: the last wait for copies was in vain, and nobody needs to wait as long for the next.
+    hangs: [AtomicBool; 2],
 }
 
 // SAFETY: CUDA's handles may be used from any thread, at once too.
@@ -226,8 +242,27 @@ impl Word {
     }
 }
 
-/// Those that are in use, by GPU.
-static STAGERS: Mutex<Vec<(c_int, Weak<Stager>)>> = Mutex::new(Vec::new());
+/// What is known of a GPU.
+#[derive(Debug, Default)]
+struct Place {
+    /// While it is in use.
+    stager: Weak<Stager>,
+    /// Why there is none: NCCL asks again with each buffer and connection, and the answer is dear.
+    refused: Option<String>,
+}
+
+static PLACES: Mutex<Vec<(c_int, Arc<Mutex<Place>>)>> = Mutex::new(Vec::new());
+
+/// The place of a GPU.
+fn place(ordinal: c_int) -> Arc<Mutex<Place>> {
+    let mut all = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((_, place)) = all.iter().find(|(o, _)| *o == ordinal) {
+        return Arc::clone(place);
+    }
+    let place = Arc::<Mutex<Place>>::default();
+    all.push((ordinal, Arc::clone(&place)));
+    place
+}
 
 impl Stager {
     /// The stager of the GPU that holds this range; or why it can't be staged.
@@ -242,14 +277,23 @@ impl Stager {
                  with NCCL_CUMEM_ENABLE=1 (its default where the driver can); NCCL_NET_RDMA_GPU_PATH=host does without staging"
             ));
         }
-        let mut all = STAGERS.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|(_, stager)| stager.strong_count() > 0);
-        if let Some(stager) = all.iter().find(|(o, _)| *o == ordinal).and_then(|(_, stager)| stager.upgrade()) {
-            return Ok(stager);
+        // Who wants another GPU does not wait for this one.
+        let place = place(ordinal);
+        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(why) = &place.refused {
+            return Err(why.clone());
         }
-        let stager = Arc::new(Self::open(ordinal)?);
-        all.push((ordinal, Arc::downgrade(&stager)));
+        if let Some(stager) = place.stager.upgrade() {
+            return if stager.hangs() { Err(format!("copies on {} hang", stager.describe())) } else { Ok(stager) };
+        }
+        let stager = Self::open(ordinal).inspect_err(|why| place.refused = Some(why.clone()))?;
+        let stager = Arc::new(stager);
+        place.stager = Arc::downgrade(&stager);
         Ok(stager)
+    }
+
+    fn hangs(&self) -> bool {
+        self.hangs.iter().any(|way| way.load(Ordering::Relaxed))
     }
 
     /// With the capture mode relaxed.
@@ -260,14 +304,21 @@ impl Stager {
         let name = name(ordinal)?;
         let mut context = ptr::null_mut();
         // SAFETY: one context to write; it is current from here on.
-        check("cuCtxCreate", unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, device) })?;
+        let result = unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, device) };
+        check("cuCtxCreate", result).map_err(|why| match result {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY => format!(
+                "{why}: a context for copies takes 265 MiB of the memory of GPU {ordinal} ({name}); lower the fraction that the \
+                 framework takes, or NCCL_NET_RDMA_GPU_PATH=host"
+            ),
+            _ => format!("{why} on GPU {ordinal} ({name})"),
+        })?;
         let mut stager = Self {
             ordinal,
             name,
             context,
             streams: [ptr::null_mut(); 2],
             words: Mutex::default(),
-            hangs: AtomicBool::new(false),
+            hangs: Default::default(),
         };
         let ready = stager.prepare();
         // SAFETY: pops the context that was just made.
@@ -312,7 +363,9 @@ impl Stager {
     pub(super) fn pin(&self, pages: &Pages) -> Result<(), String> {
         let _entered = Entered::enter(self.context)?;
         let at = pages.base().as_ptr().cast();
-        let flags = cu::CU_MEMHOSTREGISTER_PORTABLE | cu::CU_MEMHOSTREGISTER_DEVICEMAP;
+        // For our context alone.
+        let flags = cu::CU_MEMHOSTREGISTER_DEVICEMAP;
+        pages.keep_from_children();
         // SAFETY: whole pages of ours.
         let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), flags) };
         check(&format!("cuMemHostRegister of {} bytes", pages.len()), result)
@@ -369,14 +422,20 @@ impl Stager {
             let _entered = Entered::enter(self.context)?;
             self.mark(direction, word.gpu + Word::FENCE as u64, value)?;
         }
+        let hangs = &self.hangs[usize::from(direction == Direction::ToGpu)];
+        let patience = if hangs.load(Ordering::Relaxed) { SHORT_PATIENCE } else { PATIENCE };
+        let done = || word.at(Word::FENCE).load(Ordering::Acquire) == value;
         let begin = Instant::now();
-        while word.at(Word::FENCE).load(Ordering::Acquire) != value {
-            if begin.elapsed() > PATIENCE || self.hangs.load(Ordering::Relaxed) {
-                self.hangs.store(true, Ordering::Relaxed);
-                return Err(format!("copies on {} did not end in {PATIENCE:?}", self.describe()));
+        while !done() {
+            // This thread may be what was late: the word is looked at once more.
+            if begin.elapsed() > patience && !done() {
+                hangs.store(true, Ordering::Relaxed);
+                let way = if direction == Direction::ToGpu { "to" } else { "from" };
+                return Err(format!("copies {way} {} did not end in {patience:?}", self.describe()));
             }
             std::thread::yield_now();
         }
+        hangs.store(false, Ordering::Relaxed);
         Ok(())
     }
 }
@@ -385,7 +444,7 @@ impl Drop for Stager {
     fn drop(&mut self) {
         let words = self.words.get_mut().unwrap_or_else(PoisonError::into_inner);
         let pages = std::mem::take(&mut words.pages);
-        if *self.hangs.get_mut() {
+        if self.hangs.iter().any(|way| way.load(Ordering::Relaxed)) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
             std::mem::forget(pages);
             return;
@@ -440,6 +499,13 @@ impl Lane {
         if *closed {
             return Err("the connection has ended, nothing is copied any more".to_owned());
         }
+        // SAFETY: the caller's promise.
+        unless_over(unsafe { self.start_all(copies) }).map_err(|why| format!("{why} on {}", self.stager.describe()))
+    }
+
+    /// # Safety
+    /// As [`Self::start`].
+    unsafe fn start_all(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
         let _entered = Entered::enter(self.stager.context)?;
         let stream = self.stager.stream(self.direction);
         for copy in copies {
@@ -470,12 +536,15 @@ impl Lane {
 
     /// An error of the GPU, after which no mark is written.
     pub fn check(&self) -> Result<(), String> {
-        let _entered = Entered::enter(self.stager.context)?;
-        // SAFETY: a stream of ours.
-        match unsafe { cu::cuStreamQuery(self.stager.stream(self.direction)) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-            result => check("cuStreamQuery", result).map_err(|e| format!("{e} on {}", self.stager.describe())),
-        }
+        let query = || {
+            let _entered = Entered::enter(self.stager.context)?;
+            // SAFETY: a stream of ours.
+            match unsafe { cu::cuStreamQuery(self.stager.stream(self.direction)) } {
+                CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+                result => check("cuStreamQuery", result),
+            }
+        };
+        unless_over(query()).map_err(|why| format!("{why} on {}", self.stager.describe()))
     }
 
     /// From its return on no copy is started. What was started before goes on, see [`Self::settle`].
@@ -487,11 +556,7 @@ impl Lane {
     pub fn settle(&self) -> Result<(), String> {
         let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
         *fences = fences.wrapping_add(1);
-        match self.stager.fence(self.direction, self.word, *fences) {
-            // The process is about to end, and took the context along.
-            Err(why) if why.contains("DEINITIALIZED") || why.contains("CONTEXT_IS_DESTROYED") => Ok(()),
-            settled => settled,
-        }
+        unless_over(self.stager.fence(self.direction, self.word, *fences))
     }
 }
 

@@ -46,6 +46,14 @@ impl Pages {
         self.len
     }
 
+    /// Leaves them out of children of fork: else the first to write to a page, this process too, would get another one, and a
+    /// device that has it pinned would go on with the old.
+    pub fn keep_from_children(&self) {
+        // A kernel that refuses changes nothing.
+        // SAFETY: whole pages of ours.
+        unsafe { libc::madvise(self.base.as_ptr().cast(), self.len, libc::MADV_DONTFORK) };
+    }
+
     pub fn is_empty(&self) -> bool {
         false
     }
@@ -71,5 +79,18 @@ mod tests {
         let last = unsafe { pages.base().add(4999) };
         // SAFETY: as above.
         assert_eq!(unsafe { last.read() }, 0);
+    }
+
+    #[test]
+    fn pages_are_kept_from_children() {
+        let pages = Pages::map(3 * 4096).expect("memory");
+        let flags = || {
+            let maps = std::fs::read_to_string("/proc/self/smaps").expect("a list of mappings");
+            let own = maps.split_once(&format!("{:x}-", pages.address())).map(|(_, rest)| rest.to_owned());
+            let own = own.unwrap_or_default();
+            own.lines().find_map(|line| line.strip_prefix("VmFlags:")).unwrap_or_default().to_owned()
+        };
+        pages.keep_from_children();
+        assert!(flags().split_whitespace().any(|flag| flag == "dc"), "{}", flags());
     }
 }

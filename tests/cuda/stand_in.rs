@@ -74,6 +74,8 @@ fn refusal(call: &str) -> Option<CUresult> {
     std::env::var("CUDA_STAND_IN_LACKS").is_ok_and(|lacks| lacks == call).then_some(NOT_SUPPORTED)
 }
 
+/// Contexts that were made.
+static MADE: AtomicU64 = AtomicU64::new(0);
 const PRIMARY: usize = 1;
 /// In the place of its context, for a stream of the program.
 const PROGRAM: usize = 0;
@@ -255,6 +257,15 @@ pub unsafe extern "C" fn stand_in_pinned() -> u64 {
     state().pinned.values().map(|range| range.length).sum()
 }
 
+/// Contexts that were made so far.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_contexts() -> u64 {
+    MADE.load(Ordering::Relaxed)
+}
+
 macro_rules! driver {
     ($($(#[$attribute:meta])* fn $name:ident($($argument:ident: $type:ty),* $(,)?) $body:block)*) => { $(
         $(#[$attribute])*
@@ -312,6 +323,7 @@ driver! {
             return CAPTURE_UNSUPPORTED;
         }
         let new = handle();
+        MADE.fetch_add(1, Ordering::Relaxed);
         CONTEXTS.with_borrow_mut(|all| all.push(new));
         write!(context, new)
     }

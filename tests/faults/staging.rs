@@ -37,10 +37,14 @@ fn of_driver<T: Copy>(name: &std::ffi::CStr) -> T {
     unsafe { std::mem::transmute_copy(&found) }
 }
 
-fn pinned() -> u64 {
-    let pinned: unsafe extern "C" fn() -> u64 = of_driver(c"stand_in_pinned");
+fn count(name: &std::ffi::CStr) -> u64 {
+    let count: unsafe extern "C" fn() -> u64 = of_driver(name);
     // SAFETY: only looks.
-    unsafe { pinned() }
+    unsafe { count() }
+}
+
+fn pinned() -> u64 {
+    count(c"stand_in_pinned")
 }
 
 /// Memory of the GPU, and a look at it.
@@ -227,6 +231,8 @@ fn a_driver_that_refuses_marks_is_no_driver_for_staging() {
         let pair = plugin.pair(0, 0);
         let gpu = Gpu::new(4096);
         refused(&gpu.register(&plugin, pair.0), &["staging: cuStreamWriteValue32", "NOT_SUPPORTED"]);
+        gpu.register(&plugin, pair.1).unwrap_err();
+        assert_eq!(count(c"stand_in_contexts"), 1, "the answer is remembered");
         plugin.close(pair);
     });
 }
