@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::rendezvous::ControlHandle;
-use crate::transfer::Owed;
+use crate::transfer::{Copying, Owed};
 
 use super::NetError;
 use super::hello::kind;
@@ -37,6 +37,8 @@ struct Cold {
     cause: Option<NetError>,
     /// Watches over progress; None: nothing is too long.
     vigil: Option<Vigil>,
+    /// The same over copies between GPU and host memory.
+    copies: Option<Vigil>,
     /// What the peer had received when it closed in good order, and when we learnt of it.
     closed: Option<(u32, Instant)>,
 }
@@ -117,6 +119,23 @@ impl Alert {
         self.cold().vigil = Some(vigil);
     }
 
+    /// Watches over copies, too.
+    pub(super) fn watch_copies(&self, vigil: Vigil) {
+        self.cold().copies = Some(vigil);
+    }
+
+    /// A look at the copies: for how long they have not gone on, if that is too long.
+    #[cold]
+    pub(super) fn look_at_copies(&self, copying: Copying) -> Option<Duration> {
+        let mut cold = self.cold();
+        // What is started anew is no progress.
+        let owed = Owed { mark: copying.reached.into(), requests: u32::from(copying.copies > 0), bytes: 0 };
+        match cold.copies.as_mut()?.look(owed) {
+            Found::Stalled(waited) => Some(waited),
+            _ => None,
+        }
+    }
+
     /// Has the next call of the data path look: at its progress, or, in a child of fork, at nothing more.
     pub(super) fn ask(&self) {
         self.word.fetch_or(LOOK, Ordering::Relaxed);
@@ -181,6 +200,18 @@ mod tests {
         assert!(alert.raised() && alert.has_failed() && alert.has_closed());
         let Some(Attention::Failed(e)) = alert.attention() else { panic!("failed") };
         assert_eq!((e.code, e.text.as_str()), (Code::Remote, "first"));
+    }
+
+    #[test]
+    fn copies_that_do_not_go_on_are_found_though_others_are_started() {
+        let alert = Alert::default();
+        let at = |reached, copies| alert.look_at_copies(Copying { reached, copies, bytes: 1 });
+        assert_eq!(at(1, 1), None, "nobody watches");
+        alert.watch_copies(Vigil::new(Duration::from_secs(2)));
+        assert!((0..20).all(|_| at(1, 0).is_none()), "none waits");
+        assert!((0..20).all(|reached| at(reached, 3).is_none()), "they go on");
+        let found: Vec<_> = (0..6).map(|more| at(19, 3 + more)).collect();
+        assert_eq!(found, [None, None, None, None, Some(Duration::from_secs(2)), Some(Duration::from_millis(2500))]);
     }
 
     #[test]

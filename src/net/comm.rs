@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::memory::{Connected, Pages};
 use crate::transfer::{
-    Arrivals, Buffer, FLUSHES, Fault, MAX_GROUP, Owed, Parent, Profiled, Profiler, QpSet, RECV_REQUESTS, Receiver,
-    RecvProgress, SEND_REQUESTS, SEND_WRS, SendProgress, Sender,
+    Arrivals, Buffer, Copying, FLUSHES, Fault, MAX_GROUP, Owed, Parent, Profiled, Profiler, QpSet, RECV_REQUESTS,
+    Receiver, RecvProgress, SEND_REQUESTS, SendProgress, Sender,
 };
 use crate::verbs::Mr;
 
@@ -277,6 +277,25 @@ impl Base {
         )))
     }
 
+    /// The background thread asked for a look, and copies between GPU and host memory are to go on. Their own errors show
+    /// otherwise; these have none.
+    fn look_at_copies(&self, copying: Copying) -> Result<(), NetError> {
+        let Some(waited) = self.alert.look_at_copies(copying) else { return Ok(()) };
+        Err(self.end(NetError::new(
+            Code::System,
+            format!(
+                "copies between {} and host memory have not gone on for {:.1} s: {} under way, for {} bytes, and the driver \
+                 reports no error; connection to peer {}; look at nvidia-smi and for Xid errors in the kernel's log; \
+                 NCCL_NET_RDMA_GPU_PATH=host does without copies",
+                self.paths.gpu(),
+                waited.as_secs_f64(),
+                copying.copies,
+                copying.bytes,
+                self.peer,
+            ),
+        )))
+    }
+
     /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory, but for
     /// copies that are under way ([`Paths::settle`]).
     pub(super) fn fence(&self) {
@@ -472,6 +491,9 @@ impl Comm {
                 if alarmed {
                     comm.mind(receiver)?;
                 }
+                // Not where the last copy of what has come is under way.
+                let open =
+                    alarmed && index < RECV_REQUESTS && receiver.poll().is_ok() && receiver.awaits(low_byte(index));
                 let tested = if index < RECV_REQUESTS {
                     receiver.test(low_byte(index)).map(|p| match p {
                         RecvProgress::Done { sizes } => Tested::Received { sizes },
@@ -487,7 +509,7 @@ impl Comm {
                         comm.end(index);
                         Ok(received)
                     }
-                    Ok(Tested::Pending) if alarmed && index < RECV_REQUESTS => comm.abandoned(),
+                    Ok(Tested::Pending) if open => comm.abandoned(),
                     Ok(tested) => Ok(tested),
                     Err(fault) => Err(comm.base.fail(&fault)),
                 }
@@ -537,13 +559,15 @@ impl SendComm {
     ) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
         // A fault that polling finds is told below, or by the test of its request.
-        if self.base.alert.asked() && !self.base.alert.has_failed() && sender.poll().is_ok() {
+        if self.base.alert.asked() && !self.base.alert.has_failed() {
+            let polled = sender.poll().is_ok();
             sender.check_copies().map_err(|fault| self.base.fail(&fault))?;
-            let quiet = self.base.look(sender.owed(), || {
-                let owes = |qp: &usize| sender.room(*qp) < SEND_WRS;
-                let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| owes(qp));
-                routes.map(|(_, route)| route.as_str()).collect::<Vec<_>>().join("; ")
-            })?;
+            self.base.look_at_copies(sender.copying())?;
+            let quiet = polled
+                && self.base.look(sender.owed(), || {
+                    let routes = self.base.routes.iter().enumerate().filter(|(qp, _)| sender.owes(*qp));
+                    routes.map(|(_, route)| route.as_str()).collect::<Vec<_>>().join("; ")
+                })?;
             if quiet && starting.is_some() {
                 sender.probe().map_err(|fault| self.base.fail(&fault))?;
             }
@@ -559,7 +583,7 @@ impl SendComm {
                 Err(cause)
             }
             Some(Attention::PeerClosed { received, .. }) => {
-                if sender.settle(received) {
+                if sender.settle(received) == Some(true) {
                     sender.post().settle();
                 }
                 let Some(size) = starting else { return Ok(None) };
@@ -579,12 +603,12 @@ impl SendComm {
         fault: &Fault,
         index: usize,
     ) -> Result<Tested<'static>, NetError> {
-        if let Some(Attention::PeerClosed { received, .. }) = self.base.alert.attention()
-            && sender.settle(received)
-            && let Ok(SendProgress::Done { size }) = sender.test(low_byte(index))
-        {
-            sender.post().settle();
-            return Ok(Tested::Sent { size });
+        if let Some(Attention::PeerClosed { received, .. }) = self.base.alert.attention() {
+            let Some(settled) = sender.settle(received) else { return Ok(Tested::Pending) };
+            if settled && let Ok(SendProgress::Done { size }) = sender.test(low_byte(index)) {
+                sender.post().settle();
+                return Ok(Tested::Sent { size });
+            }
         }
         Err(self.base.fail(fault))
     }
@@ -617,9 +641,11 @@ impl RecvComm {
     fn mind(&self, receiver: &mut Receiver<Arc<QpSet>>) -> Result<(), NetError> {
         fork::refuse_child()?;
         // As for a sender. Credits go over the first QP.
-        if self.base.alert.asked() && !self.base.alert.has_failed() && receiver.poll().is_ok() {
+        if self.base.alert.asked() && !self.base.alert.has_failed() {
+            let polled = receiver.poll().is_ok();
             receiver.check_copies().map_err(|fault| self.base.fail(&fault))?;
-            if self.base.look(receiver.owed(), || self.base.routes[0].clone())? {
+            self.base.look_at_copies(receiver.copying())?;
+            if polled && self.base.look(receiver.owed(), || self.base.routes[0].clone())? {
                 receiver.probe().map_err(|fault| self.base.fail(&fault))?;
             }
         }

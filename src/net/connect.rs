@@ -385,14 +385,15 @@ pub(super) fn base(
         0 => f64::INFINITY,
         t => 4.096e-6 * 2f64.powi(i32::from(t)) * f64::from(u32::from(config.ib_retry_cnt) + 1),
     };
-    if let Some(limit) = stall::limit(config, nic_patience) {
+    let limit = stall::limit(config, nic_patience);
+    if let Some(limit) = limit {
         alert.watch(Vigil::new(limit));
         stall::enroll(&alert)
             .map_err(|e| NetError::new(Code::System, format!("the connection to peer {peer} can't be watched: {e}")))?;
     }
     Ok(Base {
         _connected: ports.iter().map(|port| port.registrar.connected()).collect(),
-        paths: Paths::new(&ports, config),
+        paths: Paths::new(&ports, config, stall::copies_limit(config, limit)),
         alert,
         qps,
         ports,

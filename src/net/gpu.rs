@@ -178,10 +178,6 @@ impl Copier for Lane {
     fn check(&self) -> Result<(), String> {
         self.check()
     }
-
-    fn settle(&self) -> Result<(), String> {
-        self.settle()
-    }
 }
 
 fn peer_memory(config: &Config) -> Way {

@@ -10,6 +10,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, Once, PoisonError};
+use std::time::Duration;
 
 use crate::config::Config;
 use crate::memory::gpu::{self, Direction, Lane, Stager};
@@ -19,9 +20,11 @@ use crate::transfer::staging;
 use crate::transfer::{Keys, MAX_RAILS};
 use crate::verbs::Access;
 
+use super::alert::Alert;
 use super::comm::{Base, Comm};
 use super::device::Port;
 use super::gpu::GpuMemory;
+use super::stall::{self, Vigil};
 use super::{Code, NetError};
 
 /// The ways of GPU memory on one connection.
@@ -32,17 +35,20 @@ pub(super) struct Paths {
     strict: bool,
     /// Most bytes of a registration that is staged.
     most: u64,
+    /// How long copies may not go on.
+    patience: Option<Duration>,
     /// Made with the first registration that is staged: of one GPU, as NCCL's connections are.
     lane: Mutex<Option<Arc<Lane>>>,
     told: Once,
 }
 
 impl Paths {
-    pub(super) fn new(ports: &[Arc<Port>], config: &Config) -> Self {
+    pub(super) fn new(ports: &[Arc<Port>], config: &Config, patience: Option<Duration>) -> Self {
         Self {
             choices: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choices(),
             strict: config.strict,
             most: config.staging_max.min(staging::LARGEST),
+            patience,
             lane: Mutex::default(),
             told: Once::new(),
         }
@@ -54,7 +60,8 @@ impl Paths {
         gpu.map_or_else(|| self.choices.nic(), |bus| self.choices.gpu(&bus))
     }
 
-    fn lane(&self, stager: &Arc<Stager>, direction: Direction) -> Result<Arc<Lane>, String> {
+    /// The connection's lane; from its first one on the watch looks after its copies.
+    fn lane(&self, stager: &Arc<Stager>, direction: Direction, alert: &Arc<Alert>) -> Result<Arc<Lane>, String> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         match &*lane {
             Some(lane) if Arc::ptr_eq(lane.stager(), stager) => Ok(Arc::clone(lane)),
@@ -65,10 +72,19 @@ impl Paths {
             )),
             None => {
                 let new = Arc::new(Lane::open(stager, direction)?);
+                if let Some(limit) = self.patience {
+                    alert.watch_copies(Vigil::new(limit));
+                }
+                stall::enroll(alert).map_err(|e| format!("copies can't be watched: {e}"))?;
                 *lane = Some(Arc::clone(&new));
                 Ok(new)
             }
         }
+    }
+
+    /// The GPU that has the memory of this connection, for people.
+    pub(super) fn gpu(&self) -> String {
+        self.open_lane().map_or_else(|| "a GPU".to_owned(), |lane| lane.stager().describe())
     }
 
     fn open_lane(&self) -> Option<Arc<Lane>> {
@@ -367,7 +383,7 @@ impl Comm {
         };
         let ground = || {
             let stager = Stager::of(address, length)?;
-            Ok((Shadow::of(address, length, &stager)?, paths.lane(&stager, direction)?))
+            Ok((Shadow::of(address, length, &stager)?, paths.lane(&stager, direction, &base.alert)?))
         };
         let (shadow, lane) = ground().map_err(|why| refused(Code::System, why))?;
         let access = self.access(false);

@@ -41,6 +41,11 @@ pub(super) fn limit(config: &Config, patience: f64) -> Option<Duration> {
     }
 }
 
+/// How long copies between GPU and host memory may not go on; None: for ever, as the user wants it of the rest.
+pub(super) fn copies_limit(config: &Config, limit: Option<Duration>) -> Option<Duration> {
+    (config.stall_timeout != Some(0)).then(|| limit.unwrap_or(MARGIN).max(MARGIN))
+}
+
 /// What a look finds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Found {
@@ -105,7 +110,12 @@ pub(super) fn enroll(alert: &Arc<Alert>) -> Result<(), RendezvousError> {
     let mut rounds = ROUNDS.lock().unwrap_or_else(PoisonError::into_inner);
     let pid = std::process::id();
     match &mut *rounds {
-        Some(rounds) if rounds.pid == pid => rounds.alerts.push(Arc::downgrade(alert)),
+        // It may be there for the sake of its copies, or they for its own.
+        Some(rounds) if rounds.pid == pid => {
+            if !rounds.alerts.iter().any(|known| std::ptr::eq(known.as_ptr(), Arc::as_ptr(alert))) {
+                rounds.alerts.push(Arc::downgrade(alert));
+            }
+        }
         // None yet, or those of the process that this one was forked from.
         _ => {
             let timer = Watcher::global()?.every(PERIOD, Arc::new(go_round));
@@ -159,6 +169,15 @@ mod tests {
         assert_eq!(limit(&set("2000"), f64::INFINITY), Some(Duration::from_secs(2)));
         assert_eq!(limit(&set("0"), 34.4), None);
         assert_eq!(limit(&set("-1"), 0.5), Some(Duration::from_secs(12)));
+    }
+
+    #[test]
+    fn copies_have_at_least_ten_seconds() {
+        let limit = |set: &[_], of| copies_limit(&load(set), of);
+        assert_eq!(limit(&[], None), Some(MARGIN), "the NIC may try for ever, the GPU not");
+        assert_eq!(limit(&[("NCCL_NET_RDMA_STALL_TIMEOUT", "2000")], Some(Duration::from_secs(2))), Some(MARGIN));
+        assert_eq!(limit(&[], Some(Duration::from_secs(148))), Some(Duration::from_secs(148)));
+        assert_eq!(limit(&[("NCCL_NET_RDMA_STALL_TIMEOUT", "0")], None), None);
     }
 
     #[test]

@@ -65,6 +65,7 @@ pub use profile::{Arrivals, Parent, Profiled, Profiler};
 pub use receiver::{Buffer, Receiver, ReceiverParts, RecvProgress};
 pub use sender::{CountPath, SendProgress, Sender, SenderParts};
 pub use split::largest_message;
+pub use staging::Copying;
 pub use wire::{Fault, Flight, Keys, Lanes, Owed, Post, QpSet, RailLink};
 
 /// Entries of a credit ring; a power of two, and at least `NCCL_NET_MAX_REQUESTS` groups of [`MAX_GROUP`].

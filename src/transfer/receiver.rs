@@ -15,7 +15,7 @@ use super::credit::{Credit, CreditRing, sequence, slot};
 use super::hint::Horizon;
 use super::imm::Imm;
 use super::split;
-use super::staging::{Inbox, Shadow};
+use super::staging::{Copying, Inbox, Shadow};
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{
@@ -235,6 +235,23 @@ impl<P: Post> Receiver<P> {
     /// Positions whose message has not arrived.
     pub fn open(&self) -> u32 {
         self.open
+    }
+
+    /// Whether a receive waits for the peer, rather than for copies of what has come.
+    #[cold]
+    pub fn awaits(&self, index: u8) -> bool {
+        let open = |slot: &Slot| matches!(slot.state, Entry::Open | Entry::Staged) && slot.request == index;
+        self.slots.iter().any(open)
+    }
+
+    /// Copies that are under way; their bytes are those of the receives that wait for them.
+    #[cold]
+    pub fn copying(&self) -> Copying {
+        let Some(inbox) = &self.inbox else { return Copying::default() };
+        let waiting = |&(index, _): &(usize, &Request)| inbox.landings().any(|l| usize::from(l.request) == index);
+        let requests = self.requests.iter().enumerate().filter(waiting);
+        let bytes = requests.flat_map(|(_, request)| &request.sizes[..usize::from(request.n)]).sum();
+        Copying { reached: inbox.copier.reached(), copies: inbox.landings().len(), bytes }
     }
 
     /// What the peer's NIC owes: acknowledgements of credits, as far as they were asked for.

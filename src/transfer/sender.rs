@@ -13,7 +13,7 @@ use super::credit::{Credit, CreditRing, sequence};
 use super::hint::{self, Ledger};
 use super::imm::Imm;
 use super::split::{self, Portion};
-use super::staging::{Outbox, Piece};
+use super::staging::{Copying, Outbox, Piece};
 use super::wire::{Fault, Keys, Lanes, Owed, Post};
 use super::wr_id::{Kind, WrId};
 use super::{MAX_GROUP, MAX_PORTIONS, MAX_RAILS, RING, SEND_REQUESTS, SEND_WRS};
@@ -175,17 +175,35 @@ impl<P: Post> Sender<P> {
         self.stale
     }
 
-    /// What the peer's NIC owes.
+    /// What the peer's NIC owes: not what is still being copied, for which room is taken.
     pub fn owed(&self) -> Owed {
+        let copied: u64 = self.pieces().map(|piece| piece.portion.length).sum();
         Owed {
             mark: u64::from(self.head) << 8 | u64::from(self.matched),
             requests: self.wrs_out.iter().sum(),
-            bytes: self.bytes_out.iter().sum(),
+            bytes: self.bytes_out.iter().sum::<u64>() - copied,
         }
     }
 
+    /// Whether the peer's NIC owes something on QP `qp`.
+    pub fn owes(&self, qp: usize) -> bool {
+        let copied: u32 = self.pieces().filter(|piece| piece.portion.qp == qp).map(|piece| piece.portion.writes).sum();
+        self.room[qp] + copied < SEND_WRS
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        self.outbox.iter().flat_map(|outbox| outbox.pieces())
+    }
+
+    /// Copies that are under way.
+    #[cold]
+    pub fn copying(&self) -> Copying {
+        self.outbox.as_ref().map(|outbox| outbox.copying()).unwrap_or_default()
+    }
+
     /// Room in the send queue of QP `qp`.
-    pub fn room(&self, qp: usize) -> u32 {
+    #[cfg(test)]
+    pub(super) fn room(&self, qp: usize) -> u32 {
         self.room[qp]
     }
 
@@ -850,12 +868,11 @@ impl<P: Post> Sender<P> {
     }
 
     /// After the peer said that it closed in good order, having received every position before `received`: the sends that
-    /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks.
-    pub fn settle(&mut self, received: u32) -> bool {
-        // A copy may still read what NCCL frees when its request is done.
-        if let Some(Err(fault)) = self.outbox.as_ref().map(|outbox| outbox.settle()) {
-            self.stop(fault);
-            return false;
+    /// it has are done, whether or not their acknowledgement still came. False where a send remains that it lacks; None: again,
+    /// copies are under way, which may still read what NCCL frees when its request is done.
+    pub fn settle(&mut self, received: u32) -> Option<bool> {
+        if self.outbox.as_ref().is_some_and(|outbox| !outbox.is_settled()) {
+            return None;
         }
         let mut all = true;
         for request in self.requests[..SEND_REQUESTS].iter_mut().filter(|r| r.writes_left > 0) {
@@ -870,7 +887,7 @@ impl<P: Post> Sender<P> {
         if all {
             self.fault = None;
         }
-        all
+        Some(all)
     }
 
     /// A send for a receive that the peer, closed in good order, took for done without it: a hinted one, as all before

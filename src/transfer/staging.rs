@@ -58,8 +58,17 @@ pub trait Copier: Send + Sync + std::fmt::Debug {
     fn reached(&self) -> u32;
     /// Whether copies can still get done: an error of the GPU shows nowhere else. Off the data path.
     fn check(&self) -> Result<(), String>;
-    /// Waits, not for ever, until all that was started is done.
-    fn settle(&self) -> Result<(), String>;
+}
+
+/// Copies of a connection that are under way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Copying {
+    /// The last mark that was reached.
+    pub reached: u32,
+    /// Those with a mark.
+    pub copies: usize,
+    /// Of the messages, or parts of them, that wait for these.
+    pub bytes: u64,
 }
 
 /// The host memory that stands for a GPU range.
@@ -160,10 +169,21 @@ impl Outbox {
         self.pieces.pop_front()
     }
 
-    /// Waits until no copy is under way.
+    /// Whether no copy is under way.
     #[cold]
-    pub(super) fn settle(&self) -> Result<(), Fault> {
-        if self.pieces.is_empty() { Ok(()) } else { self.copier.settle().map_err(Fault::Copy) }
+    pub(super) fn is_settled(&self) -> bool {
+        self.pieces.is_empty() || is_reached(self.ticket, self.copier.reached())
+    }
+
+    /// Those whose copy is under way, or that are not yet posted.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = &Piece> {
+        self.pieces.iter()
+    }
+
+    #[cold]
+    pub(super) fn copying(&self) -> Copying {
+        let bytes = self.pieces.iter().map(|piece| piece.portion.length).sum();
+        Copying { reached: self.copier.reached(), copies: self.pieces.len(), bytes }
     }
 }
 
@@ -249,6 +269,11 @@ impl Inbox {
         }
         // SAFETY: the caller's promise.
         unsafe { self.copier.start(&[copy]) }.map_err(Fault::Copy)
+    }
+
+    /// Buffers whose last copy is under way.
+    pub(super) fn landings(&self) -> impl ExactSizeIterator<Item = &Landing> {
+        self.landings.iter()
     }
 
     /// The next buffer that has landed.

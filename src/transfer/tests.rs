@@ -201,11 +201,6 @@ impl Copier for Late {
     fn check(&self) -> Result<(), String> {
         Ok(())
     }
-
-    fn settle(&self) -> Result<(), String> {
-        while self.step() {}
-        Ok(())
-    }
 }
 
 /// An end of a GPU that has failed.
@@ -223,10 +218,6 @@ impl Copier for Broken {
 
     fn check(&self) -> Result<(), String> {
         Err("no such GPU".to_owned())
-    }
-
-    fn settle(&self) -> Result<(), String> {
-        Ok(())
     }
 }
 
@@ -999,10 +990,10 @@ fn a_peer_that_closed_in_good_order_has_what_it_received() {
         // SAFETY: as above.
         .map(|_| unsafe { p.sender.isend(data.as_ptr() as u64, 8, 0, k) }.expect("no fault").expect("a credit"))
         .collect();
-    assert!(!p.sender.settle(2), "the third is missing there");
+    assert_eq!(p.sender.settle(2), Some(false), "the third is missing there");
     assert_eq!(p.sender.test(requests[0]).expect("no fault"), SendProgress::Done { size: 8 });
     assert_eq!(p.sender.test(requests[2]).expect("no fault"), SendProgress::Pending);
-    assert!(p.sender.settle(3));
+    assert_eq!(p.sender.settle(3), Some(true));
     assert_eq!(p.sender.test(requests[2]).expect("no fault"), SendProgress::Done { size: 8 });
     assert_eq!(keys.in_flight(), 3, "the receiver's own");
 }
@@ -1069,11 +1060,14 @@ fn a_receiver_that_stages_gets_portions_from_any_sender() {
     p.net.borrow_mut().step(&mut rng);
     p.net.borrow_mut().step(&mut rng);
     assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending);
+    assert!(p.receiver.awaits(r));
     while copier.step() {}
     assert_eq!(to.bytes.iter().filter(|&&b| b == 7).count(), 2048, "what is there is copied");
     while p.net.borrow_mut().step(&mut rng) {}
     assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending, "all is in the shadow");
     assert_eq!((p.receiver.open(), to.keys.in_flight()), (0, 1), "the ring entry is free, the memory is not");
+    assert!(!p.receiver.awaits(r), "the peer has done its part");
+    assert_eq!(p.receiver.copying(), Copying { reached: 0, copies: 1, bytes: 5000 });
     while copier.step() {}
     assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Done { sizes: &[5000] });
     assert_eq!(to.bytes, from.bytes);
@@ -1172,8 +1166,12 @@ fn a_send_that_the_closed_peer_does_not_need_is_done_when_its_copy_is() {
     receive(&mut p, &mut to);
     while p.net.borrow_mut().step(&mut Rng(5)) {}
     let s = send(&mut p, &from).expect("no fault").expect("a credit");
-    assert!(p.sender.settle(1));
-    assert!(!copier.step(), "no copy is under way");
+    assert_eq!(p.sender.copying(), Copying { reached: 0, copies: 3, bytes: 3000 });
+    assert_eq!((p.sender.owed().bytes, p.sender.owes(0)), (0, false), "room is taken, nothing is posted");
+    assert_eq!(p.sender.settle(1), None, "nobody waits for it");
+    assert_eq!(p.sender.test(s).expect("no fault"), SendProgress::Pending);
+    while copier.step() {}
+    assert_eq!(p.sender.settle(1), Some(true));
     assert_eq!(p.sender.test(s).expect("no fault"), SendProgress::Done { size: 3000 });
     p.sender.poll().expect("no fault");
     assert_eq!((p.net.borrow().sides[0].posts, p.sender.room(0)), (0, SEND_WRS), "and is not posted any more");

@@ -237,6 +237,24 @@ fn a_driver_that_refuses_marks_is_no_driver_for_staging() {
     });
 }
 
+/// Nothing else is watched.
+#[test]
+fn an_error_of_the_gpu_is_noticed_without_the_stall_watch() {
+    let env = [STAGING, driver(), ("NCCL_NET_RDMA_STALL_TIMEOUT", "0"), ("CUDA_STAND_IN_LACKS", "cuStreamQuery")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let gpu = Gpu::new(4096);
+        let memory = gpu.register(&plugin, pair.1).unwrap();
+        let receive = until("irecv", || plugin.irecv_at(pair.1, gpu.part(4096), 0, memory).unwrap());
+        until("the error", || plugin.test(receive).err());
+        let told = warnings_with("a copy between GPU and host memory failed: cuStreamQuery");
+        assert!(told.len() == 1 && told[0].contains("on GPU 0 (Stand-in)"), "{:#?}", warnings());
+        plugin.dereg_mr(pair.1, memory);
+        plugin.close(pair);
+    });
+}
+
 /// The probe is the first call.
 const REFUSES: (&str, &str) = ("SOFT_HCA_FAIL", "reg_dmabuf_mr:2:EINVAL,reg_dmabuf_mr:3:EINVAL");
 
