@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn staged_on_one_end() {
         let small = [("NCCL_NET_RDMA_STAGING_CHUNK", "8192")];
-        staged("staged at the sender", "send", None, &small, &["--quick", "--procs", "2", "--abi", "v8"]);
+        staged("staged at the sender", "send", None, &small, &["--quick", "--procs", "2", "--abi", "v9"]);
         staged("staged at the receiver", "recv", None, &small, &["--quick", "--procs", "2"]);
     }
 

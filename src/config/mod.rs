@@ -230,6 +230,7 @@ settings! {
     staging_chunk: u64 = 512 << 10, "NCCL_NET_RDMA_STAGING_CHUNK", Range(128, 1 << 30), "bytes that staging copies, and sends, at a time; a message has at most 16 such parts, so a large one has larger ones";
     staging_max: u64 = 256 << 20, "NCCL_NET_RDMA_STAGING_MAX", Range(1, 0xffff_ffff), "bytes that one registration of GPU memory may have to be staged: as much host memory is pinned. NCCL does without registration of larger user buffers; its own are far smaller";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
+    tells_flags: bool = true, "NCCL_NET_OPTIONAL_RECV_COMPLETION", Any, "NCCL's own, ABI v9 and newer: whether it says which receives need no completion (LL and LL128); staging takes that";
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";

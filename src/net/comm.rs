@@ -428,7 +428,7 @@ impl Comm {
         let Self::Recv(comm) = self else { return Err(NetError::misuse("irecv on a sending comm")) };
         // SAFETY: one data path call at a time, by this function's contract.
         let receiver = unsafe { &mut *comm.hot.get() };
-        let ([buffer], true) = (buffers.as_slice(), receiver.takes_hints()) else {
+        let [buffer] = buffers.as_slice() else {
             // SAFETY: by this function's contract.
             return unsafe { self.irecv(buffers) };
         };

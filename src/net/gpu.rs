@@ -37,7 +37,7 @@ impl GpuMemory {
         Self {
             peermem: peer_memory(config),
             dmabuf: Mr::probe_dmabuf(pd).map_err(|e| no_dmabuf(&e.to_string())),
-            staging: if config.gpu_path == GpuPath::Staging { gpu::available() } else { Ok(()) },
+            staging: staging(config),
             wish: config.gpu_path,
             strict: config.strict,
             near: Arc::default(),
@@ -49,7 +49,8 @@ impl GpuMemory {
         let known = Self { near, ..self };
         let choice = known.choice();
         // A profile may have chosen it.
-        let staging = if choice.gpu_memory && !choice.gdr { gpu::available() } else { known.staging };
+        let chosen = choice.gpu_memory && !choice.gdr;
+        let staging = known.staging.clone().and_then(|()| if chosen { gpu::available() } else { Ok(()) });
         Self { staging, ..known }
     }
 
@@ -165,7 +166,13 @@ impl fmt::Display for GpuMemory {
 
 impl Copier for Lane {
     unsafe fn start(&self, copies: &[CopyWr]) -> Result<(), String> {
-        let copies = copies.iter().map(|c| gpu::Copy { gpu: c.gpu, host: c.host, length: c.length, mark: c.mark });
+        let copies = copies.iter().map(|c| gpu::Copy {
+            gpu: c.gpu,
+            host: c.host,
+            length: c.length,
+            flagged: c.flagged,
+            mark: c.mark,
+        });
         // SAFETY: the caller's promise; a shadow is pinned.
         unsafe { self.start(copies) }
     }
@@ -178,6 +185,19 @@ impl Copier for Lane {
     fn check(&self) -> Result<(), String> {
         self.check()
     }
+}
+
+/// Whether staging is possible, as far as can be said before it is asked for.
+fn staging(config: &Config) -> Way {
+    if !config.tells_flags {
+        return Err(
+            "NCCL does not tell which receives have flags among their data, as LL128's have, of which a copy may show \
+                    before the data do: staging takes NCCL 2.24 or newer (version 9 of the plugin interface) without \
+                    NCCL_NET_OPTIONAL_RECV_COMPLETION=0"
+                .to_owned(),
+        );
+    }
+    if config.gpu_path == GpuPath::Staging { gpu::available() } else { Ok(()) }
 }
 
 fn peer_memory(config: &Config) -> Way {

@@ -135,7 +135,8 @@ impl Engine {
             }
             return Ok(());
         }
-        let (config, warnings) = Config::from_process();
+        let (mut config, warnings) = Config::from_process();
+        config.tells_flags &= abi >= 9;
         tracing::info!(
             target: "init",
             "nccl-net-rdma {} (commit {}), plugin ABI v{abi}",

@@ -397,18 +397,23 @@ impl<P: Post> Receiver<P> {
     }
 
     /// Posts a receive of one buffer that is done at its first test, with the posted size, whether data came or not; None
-    /// is "again". No receive is consumed, nothing completes here.
+    /// is "again". No receive is consumed, nothing completes here. Where the peer knows no such, or the buffer is staged, it
+    /// is a receive like others.
     ///
     /// # Safety
     /// As [`Self::irecv`], but the memory stays in place until [`Keys::hinted_in_flight`] is 0, or until the QPs are in the
     /// error state or gone.
     pub unsafe fn irecv_hinted(&mut self, buffer: &Buffer) -> Result<Option<u8>, Fault> {
-        debug_assert!(self.takes_hints());
         // SAFETY: alive by this function's contract.
-        if unsafe { buffer.keys.as_ref() }.staged(buffer.size).is_some() {
-            // What arrives is to be copied.
+        let staged = unsafe { buffer.keys.as_ref() }.staged(buffer.size).is_some();
+        if staged || !self.takes_hints() {
+            // What arrives is to be copied, or the peer tells of it.
             // SAFETY: this function's contract says more.
-            return unsafe { self.irecv(std::slice::from_ref(buffer)) };
+            let posted = unsafe { self.irecv(std::slice::from_ref(buffer)) }?;
+            if let (true, Some(_), Some(inbox)) = (staged, posted, &mut self.inbox) {
+                inbox.is_flagged(slot(self.tail.wrapping_sub(1)));
+            }
+            return Ok(posted);
         }
         if let Some(fault) = &self.fault {
             return Err((**fault).clone());

@@ -18,6 +18,11 @@
 //!   the receive done when all is in GPU memory. So there are no hinted receives here: who would copy? And no flush: the
 //!   GPU's own copy engine wrote the data, in order with the mark that tells of it.
 //! * A connection that stages has 16 KiB more at the sender, 32 KiB at the receiver, from its first staged message on.
+//! * *Flags*: what needs no completion (a hinted receive) is of LL128 here, whose reader looks for a flag at the end of each
+//!   line of 128 bytes and takes the line for whole then. A copy engine may write the flag first: it reads host memory in
+//!   completions of PCIe, which are whole to 64 bytes only, and under load lines were seen torn there (64 bytes wrong in a
+//!   few of many thousand messages). So such data are copied in two passes, flags last. Which receives these are, NCCL says
+//!   from version 9 of the interface on only, so there is no staging below.
 //! * *Marks*: behind a copy the stream writes its ticket into a word of host memory. To ask how far the copies are is one
 //!   load.
 
@@ -42,9 +47,14 @@ pub struct CopyWr {
     pub host: u64,
     /// 0: nothing but the mark.
     pub length: u64,
+    /// In two passes: the last 8 bytes of each line of [`LINE`] are written when all others are there.
+    pub flagged: bool,
     /// What [`Copier::reached`] tells once this copy, and all before it, are done.
     pub mark: Option<u32>,
 }
+
+/// Of LL128, which is alone in having flags among the data that a GPU reads from its own memory.
+pub const LINE: u64 = 128;
 
 /// What moves bytes between GPU and host memory for one connection, in one direction; the engine's is a CUDA stream, tests
 /// bring their own.
@@ -142,13 +152,14 @@ impl Outbox {
     /// As [`Copier::start`].
     pub(super) unsafe fn start(&mut self, pieces: &[Piece], offset: u64) -> Result<(), Fault> {
         debug_assert!(self.has_room(pieces.len()) && pieces.len() <= MAX_PORTIONS);
-        let mut copies = [CopyWr { gpu: 0, host: 0, length: 0, mark: None }; MAX_PORTIONS];
+        let mut copies = [CopyWr { gpu: 0, host: 0, length: 0, flagged: false, mark: None }; MAX_PORTIONS];
         for (copy, piece) in copies.iter_mut().zip(pieces) {
             self.ticket = self.ticket.wrapping_add(1);
             *copy = CopyWr {
                 gpu: piece.local.wrapping_sub(offset),
                 host: piece.local,
                 length: piece.portion.length,
+                flagged: false,
                 mark: Some(self.ticket),
             };
         }
@@ -195,6 +206,8 @@ struct Assembly {
     /// Bytes from the start on whose copy was started, and the first portion that is not among them.
     prefix: u64,
     next: u8,
+    /// Its reader looks at flags in the data.
+    flagged: bool,
     lengths: [u32; MAX_PORTIONS],
 }
 
@@ -234,6 +247,11 @@ impl Inbox {
         self.parts[place] = Assembly { gpu, offset: shadow.offset, ..Assembly::default() };
     }
 
+    /// The receive at this entry is one whose reader needs no completion.
+    pub(super) fn is_flagged(&mut self, place: usize) {
+        self.parts[place].flagged = true;
+    }
+
     /// A portion has arrived of a message of which `seen` are there; copies what is contiguous now. With the last one, of
     /// which the receive is told by [`Self::landed`], all `bytes` must be.
     ///
@@ -263,7 +281,13 @@ impl Inbox {
             self.landings.push_back(Landing { request, keys, ticket: self.ticket });
         }
         let gpu = part.gpu.wrapping_add(from);
-        let copy = CopyWr { gpu, host: gpu.wrapping_add(part.offset), length: part.prefix - from, mark };
+        let copy = CopyWr {
+            gpu,
+            host: gpu.wrapping_add(part.offset),
+            length: part.prefix - from,
+            flagged: part.flagged,
+            mark,
+        };
         if copy.length == 0 && mark.is_none() {
             return Ok(());
         }

@@ -1,5 +1,5 @@
 //! A `libcuda.so.1` for tests of staging where there is no GPU: the calls of the driver that staging makes, with a thread for
-//! each stream that copies late.
+//! each stream that copies late. A copy to the GPU writes the second half of a line of 128 bytes before the first.
 //!
 //! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
 //! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: memory pinned while the
@@ -74,6 +74,28 @@ fn refusal(call: &str) -> Option<CUresult> {
     std::env::var("CUDA_STAND_IN_LACKS").is_ok_and(|lacks| lacks == call).then_some(NOT_SUPPORTED)
 }
 
+/// `CUDA_MEMCPY2D`, of which what is not from host to GPU memory is not looked at.
+#[repr(C)]
+#[derive(Debug)]
+pub struct Copy2d {
+    src_x: usize,
+    src_y: usize,
+    src_type: c_int,
+    src_host: *const c_void,
+    src_device: u64,
+    src_array: *mut c_void,
+    src_pitch: usize,
+    dst_x: usize,
+    dst_y: usize,
+    dst_type: c_int,
+    dst_host: *mut c_void,
+    dst_device: u64,
+    dst_array: *mut c_void,
+    dst_pitch: usize,
+    width: usize,
+    height: usize,
+}
+
 /// Contexts that were made.
 static MADE: AtomicU64 = AtomicU64::new(0);
 const PRIMARY: usize = 1;
@@ -85,8 +107,24 @@ fn current() -> Option<usize> {
 }
 
 enum Work {
-    Copy { device: u64, host: u64, length: u64, to_device: bool },
-    Write { address: u64, value: u32 },
+    Copy {
+        device: u64,
+        host: u64,
+        length: u64,
+        to_device: bool,
+    },
+    /// To the device: `height` times `width` bytes, with this pitch on both sides.
+    Rows {
+        device: u64,
+        host: u64,
+        pitch: u64,
+        width: u64,
+        height: u64,
+    },
+    Write {
+        address: u64,
+        value: u32,
+    },
 }
 
 struct Stream {
@@ -140,8 +178,34 @@ fn start(context: usize) -> Stream {
                     let view = state.copied(context, device, host, length);
                     let (from, to) = if to_device { (host, view) } else { (view, host) };
                     let (from, to) = (from as *const u8, to as *mut u8);
-                    // SAFETY: both ranges were looked up just now.
-                    unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(length).unwrap_or(0)) };
+                    let length = usize::try_from(length).unwrap_or(0);
+                    if to_device {
+                        // As a copy engine may: the second half of a line before the first.
+                        let halves = length / 64;
+                        for half in (0..halves).map(|half| half ^ 1).filter(|&half| half < halves) {
+                            // SAFETY: both ranges were looked up just now.
+                            unsafe {
+                                ptr::copy_nonoverlapping(from.wrapping_add(half * 64), to.wrapping_add(half * 64), 64)
+                            };
+                            std::hint::spin_loop();
+                        }
+                        let done = if halves % 2 == 1 { halves - 1 } else { halves } * 64;
+                        // SAFETY: as above.
+                        unsafe {
+                            ptr::copy_nonoverlapping(from.wrapping_add(done), to.wrapping_add(done), length - done)
+                        };
+                    } else {
+                        // SAFETY: as above.
+                        unsafe { ptr::copy_nonoverlapping(from, to, length) };
+                    }
+                }
+                Work::Rows { device, host, pitch, width, height } => {
+                    let view = state().copied(context, device, host, pitch * (height - 1) + width);
+                    for row in 0..height {
+                        let (from, to) = ((host + row * pitch) as *const u8, (view + row * pitch) as *mut u8);
+                        // SAFETY: both ranges were looked up just now.
+                        unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(width).unwrap_or(0)) };
+                    }
                 }
                 Work::Write { address, value } => {
                     // SAFETY: inside pinned memory.
@@ -494,6 +558,19 @@ driver! {
 
     fn cuMemcpyHtoDAsync_v2(device: u64, host: *const c_void, length: usize, handle: usize) {
         copy(handle, device, host as u64, length as u64, true)
+    }
+
+    fn cuMemcpy2DAsync_v2(copy: *const Copy2d, handle: usize) {
+        // SAFETY: the caller's description, read by this call alone.
+        let c = unsafe { &*copy };
+        let (device, host) = (c.dst_device + c.dst_x as u64, c.src_host as u64 + c.src_x as u64);
+        let Some(context) = streams().get(&handle).map(|stream| stream.context) else { return INVALID_VALUE };
+        let (pitch, width, height) = (c.src_pitch as u64, c.width as u64, c.height as u64);
+        if c.src_pitch != c.dst_pitch || height == 0 || width > pitch {
+            return INVALID_VALUE;
+        }
+        state().copied(context, device, host, pitch * (height - 1) + width);
+        submit(handle, Work::Rows { device, host, pitch, width, height })
     }
 
     fn cuStreamWriteValue32_v2(handle: usize, address: u64, value: c_uint, _flags: c_uint) {
