@@ -134,7 +134,7 @@ fn ordinal(address: u64) -> Result<c_int, String> {
     let of = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     // SAFETY: one int to write, as this attribute has.
     let result = unsafe { cu::cuPointerGetAttribute((&raw mut ordinal).cast(), of, address) };
-    check(&format!("cuPointerGetAttribute of {address:#x}"), result).map(|()| ordinal)
+    check("cuPointerGetAttribute", result).map(|()| ordinal)
 }
 
 /// The GPU that holds this memory, for people; None where no driver knows it.
@@ -272,10 +272,11 @@ impl Stager {
         let ordinal = ordinal(address)?;
         let last = address.saturating_add(length.saturating_sub(1) as u64);
         if !is_of_no_context(address) || !is_of_no_context(last) {
-            return Err(format!(
-                "the memory at {address:#x} is not of cuMemCreate: copies of it wait for the program's kernels. NCCL's own is \
-                 with NCCL_CUMEM_ENABLE=1 (its default where the driver can); NCCL_NET_RDMA_GPU_PATH=host does without staging"
-            ));
+            return Err(
+                "the memory is not of cuMemCreate: copies of it would wait for the program's kernels; NCCL's own is \
+                 with NCCL_CUMEM_ENABLE=1 (its default where the driver can)"
+                    .to_owned(),
+            );
         }
         // Who wants another GPU does not wait for this one.
         let place = place(ordinal);
@@ -368,7 +369,7 @@ impl Stager {
         pages.keep_from_children();
         // SAFETY: whole pages of ours.
         let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), flags) };
-        check(&format!("cuMemHostRegister of {} bytes", pages.len()), result)
+        check("cuMemHostRegister", result)
     }
 
     pub(super) fn unpin(&self, pages: &Pages) {
@@ -431,7 +432,7 @@ impl Stager {
             if begin.elapsed() > patience && !done() {
                 hangs.store(true, Ordering::Relaxed);
                 let way = if direction == Direction::ToGpu { "to" } else { "from" };
-                return Err(format!("copies {way} {} did not end in {patience:?}", self.describe()));
+                return Err(format!("copies {way} {} do not end; waited for {patience:?}", self.describe()));
             }
             std::thread::yield_now();
         }

@@ -20,24 +20,39 @@ pub struct Shadow {
 /// Address and length of GPU memory.
 type Range = (u64, usize);
 
-static SHADOWS: LazyLock<Mutex<HashMap<Range, Weak<Shadow>>>> = LazyLock::new(Mutex::default);
+/// Those of this process.
+#[derive(Debug, Default)]
+struct Shadows {
+    all: HashMap<Range, Weak<Shadow>>,
+    /// Bytes that they pin.
+    bytes: u64,
+}
+
+static SHADOWS: LazyLock<Mutex<Shadows>> = LazyLock::new(Mutex::default);
 
 /// What lies at one place in a page lies at the same in the shadow's.
 const PAGE: u64 = 4096;
 
 impl Shadow {
-    /// The shadow of this range of the stager's GPU.
-    pub fn of(address: u64, length: usize, stager: &Arc<Stager>) -> Result<Arc<Self>, String> {
-        let mut all = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
+    /// The shadow of this range of the stager's GPU; `most`: bytes that all of them may have.
+    pub fn of(address: u64, length: usize, stager: &Arc<Stager>, most: u64) -> Result<Arc<Self>, String> {
+        let mut shadows = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
         let range = (address, length);
-        if let Some(shadow) = all.get(&range).and_then(Weak::upgrade) {
+        if let Some(shadow) = shadows.all.get(&range).and_then(Weak::upgrade) {
             return Ok(shadow);
+        }
+        if shadows.bytes.saturating_add(length as u64) > most {
+            return Err(format!(
+                "this process stages as much as NCCL_NET_RDMA_STAGING_TOTAL allows, {most} bytes; {} are in use",
+                shadows.bytes
+            ));
         }
         let skew = usize::try_from(address % PAGE).unwrap_or(0);
         let pages = Pages::map(length + skew).map_err(|e| format!("{length} bytes of host memory: {e}"))?;
         stager.pin(&pages)?;
         let shadow = Arc::new(Self { range, pages, stager: Arc::clone(stager) });
-        all.insert(range, Arc::downgrade(&shadow));
+        shadows.all.insert(range, Arc::downgrade(&shadow));
+        shadows.bytes += length as u64;
         Ok(shadow)
     }
 
@@ -49,12 +64,13 @@ impl Shadow {
 
 impl Drop for Shadow {
     fn drop(&mut self) {
-        let mut all = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut shadows = SHADOWS.lock().unwrap_or_else(PoisonError::into_inner);
+        shadows.bytes -= self.range.1 as u64;
         // Another may have been made since the last use of this one.
-        if all.get(&self.range).is_some_and(|shadow| shadow.strong_count() == 0) {
-            all.remove(&self.range);
+        if shadows.all.get(&self.range).is_some_and(|shadow| shadow.strong_count() == 0) {
+            shadows.all.remove(&self.range);
         }
-        drop(all);
+        drop(shadows);
         self.stager.unpin(&self.pages);
     }
 }

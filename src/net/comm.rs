@@ -333,8 +333,17 @@ impl Base {
         }
         // NCCL frees its memory next.
         if let Err(why) = self.paths.settle() {
-            tracing::warn!(target: "init", "{why}; while closing the connection to peer {}", self.peer);
+            self.copies_hang(&why, "the connection was closed");
         }
+    }
+
+    /// Said once a GPU, direction and port: hundreds of connections may end at once.
+    pub(super) fn copies_hang(&self, why: &str, meanwhile: &str) {
+        self.ports[0].warn_once(format!(
+            "{why}; meanwhile {meanwhile}, peer {}; look at nvidia-smi and for Xid errors in the kernel's log: a GPU that hangs is \
+             reset with nvidia-smi --gpu-reset",
+            self.peer
+        ));
     }
 }
 

@@ -50,16 +50,17 @@ impl Port {
         link_layer(&self.attr)
     }
 
-    /// Prints a warning, once.
+    /// Prints a warning, once: what stands before its first semicolon tells it from others.
     pub(super) fn warn_once(&self, text: String) {
         /// More different warnings than this say nothing new, and are not remembered.
         const REMEMBERED: usize = 256;
         let mut told = self.told.lock().unwrap_or_else(PoisonError::into_inner);
-        if told.contains(&text) || told.len() == REMEMBERED {
+        let reason = text.split("; ").next().unwrap_or_default();
+        if told.contains(reason) || told.len() == REMEMBERED {
             tracing::info!(target: "init", "{text}");
         } else {
             tracing::warn!(target: "init", "{text}");
-            told.insert(text);
+            told.insert(reason.to_owned());
         }
     }
 

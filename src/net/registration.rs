@@ -4,9 +4,11 @@
 //! |---|---|
 //! | by a dma-buf | the dma-buf; nvidia_peermem, if it is open; staging |
 //! | by address | nvidia_peermem; staging |
+//! | either, where all sizes are better staged | staging; the row above |
 //!
-//! Each step down the row is told once a device and reason, and is an error with `NCCL_NET_RDMA_STRICT=1`. Where the user asked
-//! for GPUDirect or for staging there is one way only. Both may be had of one registration, where some sizes are better staged.
+//! Each step along a row is told once a device and reason, and is an error with `NCCL_NET_RDMA_STRICT=1`. Where the user asked
+//! for staging there is that only; for GPUDirect, no staging. Both may be had of one registration, where some sizes are better
+//! staged.
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, Once, PoisonError};
@@ -35,6 +37,8 @@ pub(super) struct Paths {
     strict: bool,
     /// Most bytes of a registration that is staged.
     most: u64,
+    /// Most bytes that are staged in this process.
+    total: u64,
     /// How long copies may not go on.
     patience: Option<Duration>,
     /// Made with the first registration that is staged: of one GPU, as NCCL's connections are.
@@ -48,6 +52,7 @@ impl Paths {
             choices: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choices(),
             strict: config.strict,
             most: config.staging_max.min(staging::LARGEST),
+            total: config.staging_total,
             patience,
             lane: Mutex::default(),
             told: Once::new(),
@@ -66,7 +71,8 @@ impl Paths {
         match &*lane {
             Some(lane) if Arc::ptr_eq(lane.stager(), stager) => Ok(Arc::clone(lane)),
             Some(lane) => Err(format!(
-                "memory of {} on a connection that stages memory of {}",
+                "memory of {} on a connection that stages memory of {}; a connection serves one GPU: register the buffers of each \
+                 GPU with a communicator of its own",
                 stager.describe(),
                 lane.stager().describe()
             )),
@@ -147,7 +153,19 @@ struct Rails {
     rkeys: [u32; MAX_RAILS],
 }
 
-/// A registration that failed, and on which port.
+/// GPU memory on every rail without a copy, and which way that is.
+type Direct = (Rails, &'static str);
+
+/// GPU memory that is copied: its shadow, that on every rail, and what copies.
+#[derive(Debug)]
+struct Staged {
+    rails: Rails,
+    shadow: Arc<Shadow>,
+    lane: Arc<Lane>,
+}
+
+/// A registration that failed, and on which port. What stands before the first semicolon of its text is the reason; what is of
+/// this memory only stands behind.
 struct Refused<'a> {
     port: &'a Port,
     error: NetError,
@@ -163,8 +181,12 @@ impl Refused<'_> {
     /// Told once a device and reason; the rest of it, of which there is one for each memory, is for the curious.
     fn gives_way_to(&self, way: &str) {
         let cause = self.error.text.split("; ").next().unwrap_or_default();
-        self.port.warn_once(format!("{cause}; GPU memory goes by {way} instead"));
+        self.port.warn_once(format!("GPU memory goes by {way} instead: {cause}"));
         tracing::info!(target: "init", "{}", self.error.text);
+    }
+
+    fn by_strict(self) -> Self {
+        self.and("NCCL_NET_RDMA_STRICT is set")
     }
 
     /// Also because of this.
@@ -276,52 +298,101 @@ impl Comm {
     }
 
     fn register_gpu(&self, address: u64, length: usize, dmabuf: Option<DmaBuf<'_>>) -> Result<Arc<MrHandle>, NetError> {
-        let base = self.base();
-        let choice = base.paths.choice(address);
-        let stages = choice.gpu_memory && choice.staged != Sizes::NONE;
-        if !choice.gdr && stages {
-            return self.staged(address, length, None, Sizes::ALL).map_err(Refused::told);
+        let paths = &self.base().paths;
+        let choice = paths.choice(address);
+        let staged = if choice.gpu_memory { choice.staged } else { Sizes::NONE };
+        if staged == Sizes::ALL || staged != Sizes::NONE && !choice.gdr {
+            let refused = match self.shadow(address, length) {
+                Ok(shadow) => return Ok(self.hand_out(address, None, Some((shadow, Sizes::ALL)))),
+                Err(refused) => refused,
+            };
+            if !choice.gdr {
+                return Err(refused.told());
+            }
+            return self.instead(
+                refused,
+                || self.direct(address, length, dmabuf),
+                |refused, (rails, way)| {
+                    refused.gives_way_to(way);
+                    self.hand_out(address, Some((rails, way)), None)
+                },
+            );
         }
-        let (rails, way) = match self.direct(address, length, dmabuf) {
+        let direct = match self.direct(address, length, dmabuf) {
             Ok(direct) => direct,
             Err(refused) if !choice.fall_back => return Err(refused.told()),
-            Err(refused) if base.paths.strict => return Err(refused.and("NCCL_NET_RDMA_STRICT is set").told()),
             Err(refused) => {
-                return match self.staged(address, length, None, Sizes::ALL) {
-                    Ok(handle) => {
+                return self.instead(
+                    refused,
+                    || self.shadow(address, length),
+                    |refused, shadow| {
                         refused.gives_way_to("staging");
-                        Ok(handle)
-                    }
-                    Err(why) => Err(refused.and(&format!("and there is no {}", why.error.text)).told()),
-                };
+                        self.hand_out(address, None, Some((shadow, Sizes::ALL)))
+                    },
+                );
             }
         };
-        if stages {
-            match self.staged(address, length, Some(rails), choice.staged) {
-                Ok(handle) => return Ok(handle),
-                // Only slower.
-                Err(refused) => refused.gives_way_to(&format!("{way} whatever its size")),
-            }
-            let (rails, _) = self.direct(address, length, dmabuf).map_err(Refused::told)?;
-            return Ok(self.unstaged(address, way, rails));
+        if staged == Sizes::NONE {
+            return Ok(self.hand_out(address, Some(direct), None));
         }
-        Ok(self.unstaged(address, way, rails))
+        match self.shadow(address, length) {
+            Ok(shadow) => Ok(self.hand_out(address, Some(direct), Some((shadow, staged)))),
+            Err(refused) if paths.strict => Err(refused.by_strict().told()),
+            // Only slower.
+            Err(refused) => {
+                refused.gives_way_to(&format!("{} whatever its size", direct.1));
+                Ok(self.hand_out(address, Some(direct), None))
+            }
+        }
     }
 
-    fn unstaged(&self, address: u64, way: &str, rails: Rails) -> Arc<MrHandle> {
+    /// Another way where one was refused, if there may be one.
+    fn instead<'a, T>(
+        &'a self,
+        refused: Refused<'a>,
+        other: impl FnOnce() -> Result<T, Refused<'a>>,
+        take: impl FnOnce(Refused<'a>, T) -> Arc<MrHandle>,
+    ) -> Result<Arc<MrHandle>, NetError> {
+        if self.base().paths.strict {
+            return Err(refused.by_strict().told());
+        }
+        match other() {
+            Ok(other) => Ok(take(refused, other)),
+            Err(why) => Err(refused.and(&format!("and there is no {}", why.error.text)).told()),
+        }
+    }
+
+    /// What was had goes to NCCL: rails without a copy, and a shadow for messages of some sizes; one of the two at least.
+    fn hand_out(&self, address: u64, direct: Option<Direct>, staged: Option<(Staged, Sizes)>) -> Arc<MrHandle> {
         let base = self.base();
+        let (mut rails, way, flushed) = match (direct, &staged) {
+            (Some((rails, _)), Some(_)) => (rails, "GPUDirect and staging, by size", self.flushes(Memory::Gpu)),
+            (Some((rails, way)), None) => (rails, way, self.flushes(Memory::Gpu)),
+            (None, _) => (Rails::default(), "staging", false),
+        };
         base.announce(address, way);
-        let keys = Keys::new(rails.lkeys, rails.rkeys, self.flushes(Memory::Gpu));
-        base.hand_out(keys, Held { _registrations: rails.registrations, shadow: None })
+        let Some((Staged { rails: mut host, shadow, lane }, sizes)) = staged else {
+            let keys = Keys::new(rails.lkeys, rails.rkeys, flushed);
+            return base.hand_out(keys, Held { _registrations: rails.registrations, shadow: None });
+        };
+        if rails.registrations.is_empty() {
+            // Messages of no bytes have these keys.
+            (rails.lkeys, rails.rkeys) = (host.lkeys, host.rkeys);
+        }
+        let staging = staging::Shadow {
+            offset: shadow.address().wrapping_sub(address),
+            lkeys: host.lkeys,
+            rkeys: host.rkeys,
+            sizes: sizes.from..sizes.to.min(staging::LARGEST + 1),
+            copier: lane,
+        };
+        rails.registrations.append(&mut host.registrations);
+        let keys = Keys::new(rails.lkeys, rails.rkeys, flushed).staged_by(staging);
+        base.hand_out(keys, Held { _registrations: rails.registrations, shadow: Some(shadow) })
     }
 
     /// Without a copy.
-    fn direct(
-        &self,
-        address: u64,
-        length: usize,
-        dmabuf: Option<DmaBuf<'_>>,
-    ) -> Result<(Rails, &'static str), Refused<'_>> {
+    fn direct(&self, address: u64, length: usize, dmabuf: Option<DmaBuf<'_>>) -> Result<Direct, Refused<'_>> {
         let base = self.base();
         let choice = base.paths.choice(address);
         if !choice.gpu_memory && base.ports.iter().any(|port| port.gpu.any()) {
@@ -341,9 +412,8 @@ impl Comm {
             let peermem = || base.ports.iter().all(|port| port.gpu.peermem.is_ok());
             match by_descriptor {
                 Ok(rails) => return Ok((rails, "GPUDirect by dma-buf")),
-                Err(refused) if choice.fall_back && !base.paths.strict && peermem() => {
-                    refused.gives_way_to("nvidia_peermem");
-                }
+                // Both are GPUDirect.
+                Err(refused) if !base.paths.strict && peermem() => refused.gives_way_to("nvidia_peermem"),
                 Err(refused) => return Err(refused),
             }
         }
@@ -358,21 +428,24 @@ impl Comm {
         by_address.map(|rails| (rails, "GPUDirect by nvidia_peermem"))
     }
 
-    /// With a shadow for messages of `sizes`; the others go directly.
-    fn staged(
-        &self,
-        address: u64,
-        length: usize,
-        direct: Option<Rails>,
-        sizes: Sizes,
-    ) -> Result<Arc<MrHandle>, Refused<'_>> {
+    /// With a copy.
+    fn shadow(&self, address: u64, length: usize) -> Result<Staged, Refused<'_>> {
         let base = self.base();
         let paths = &base.paths;
         let port: &Port = &base.ports[0];
-        let refused = |code, why: String| Refused { port, error: NetError::new(code, format!("staging: {why}")) };
+        let refused = |code, why: String| {
+            let gpu = gpu::describe(address).unwrap_or_else(|| "GPU memory".to_owned());
+            let text = format!(
+                "staging: {why}; {length} bytes at {address:#x} of {gpu}, by {port:?}, for peer {}; \
+                 NCCL_NET_RDMA_GPU_PATH=host does without staging",
+                base.peer
+            );
+            Refused { port, error: NetError::new(code, text) }
+        };
         if length as u64 > paths.most {
             let why = format!(
-                "a registration of {length} bytes of GPU memory; at most {} are staged (NCCL_NET_RDMA_STAGING_MAX)",
+                "a registration is larger than NCCL_NET_RDMA_STAGING_MAX, {} bytes; NCCL does without registration of the \
+                 program's own buffers",
                 paths.most
             );
             return Err(refused(Code::InvalidUsage, why));
@@ -383,34 +456,17 @@ impl Comm {
         };
         let ground = || {
             let stager = Stager::of(address, length)?;
-            Ok((Shadow::of(address, length, &stager)?, paths.lane(&stager, direction, &base.alert)?))
+            let lane = paths.lane(&stager, direction, &base.alert)?;
+            Ok((Shadow::of(address, length, &stager, paths.total)?, lane))
         };
         let (shadow, lane) = ground().map_err(|why| refused(Code::System, why))?;
         let access = self.access(false);
-        let mut rails = base.rails(|port| {
+        let rails = base.rails(|port| {
             // SAFETY: the handle gives the shadow up after this registration.
             unsafe { port.registrar.register(shadow.address(), length, Memory::Host, access) }
                 .map_err(|e| NetError::new(Code::System, e.with("while registering pinned host memory").to_string()))
         })?;
-        let staging = staging::Shadow {
-            offset: shadow.address().wrapping_sub(address),
-            lkeys: rails.lkeys,
-            rkeys: rails.rkeys,
-            sizes: sizes.from..sizes.to.min(staging::LARGEST + 1),
-            copier: lane,
-        };
-        let (way, flushed) = match direct {
-            Some(mut direct) => {
-                rails.registrations.append(&mut direct.registrations);
-                (rails.lkeys, rails.rkeys) = (direct.lkeys, direct.rkeys);
-                ("GPUDirect and staging, by size", self.flushes(Memory::Gpu))
-            }
-            // Messages of no bytes have these keys.
-            None => ("staging", false),
-        };
-        base.announce(address, way);
-        let keys = Keys::new(rails.lkeys, rails.rkeys, flushed).staged_by(staging);
-        Ok(base.hand_out(keys, Held { _registrations: rails.registrations, shadow: Some(shadow) }))
+        Ok(Staged { rails, shadow, lane })
     }
 
     /// Gives a registration back. With traffic on it still open (NCCL aborts so), that traffic is stopped first, so that
@@ -455,11 +511,7 @@ impl Comm {
             && held.shadow.is_some()
             && let Err(why) = base.paths.settle()
         {
-            tracing::warn!(
-                target: "init",
-                "{why}; while memory was deregistered on the connection to peer {}: its shadow stays pinned",
-                base.peer
-            );
+            base.copies_hang(&why, "memory was deregistered: its shadow stays pinned");
             std::mem::forget(held.shadow.take());
         }
     }

@@ -12,6 +12,9 @@
 //! | something was posted or has completed since the last one | the wait begins anew |
 //! | nothing owed, nothing new | quiet: the receiving side asks for an acknowledgement of its credits if none is on its way; the sending side that waits for a credit asks for a sign of life where receives are hinted, after which the other side makes no calls |
 //! | the same is owed | one period more; **stalled** above the limit |
+//!
+//! Copies of staging, of which a GPU that hangs tells nothing either, are watched in the same way: by the last mark that was
+//! reached, while some are under way.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;

@@ -1,12 +1,13 @@
 //! The data path: credits, send and receive rings, striping over rails and QPs, completions, flush.
 //!
 //! In steady state nothing here allocates, locks, calls the system or looks anything up, and the cost of a call does not
-//! grow with idle connections, requests in flight or devices.
+//! grow with idle connections, requests in flight or devices. What is staged calls the CUDA driver, which may do all of these,
+//! once for each copy.
 //!
 //! # Protocol
 //! A *connection* carries one direction. The receiver says where each receive wants its bytes by writing a *credit*
 //! ([`credit`]) into the sender's credit ring; the sender answers with RDMA WRITE WITH IMMEDIATE, one per *portion*, and the
-//! immediate ([`imm`]) names the credit. Nothing is copied and nothing is asked for: without a credit the sender's
+//! immediate ([`imm`]) names the credit. Nothing is copied (but what is staged) and nothing is asked for: without a credit the sender's
 //! `isend` answers "again".
 //!
 //! * An irecv of n buffers takes n consecutive ring entries and posts them in one write (two where they wrap). All credits

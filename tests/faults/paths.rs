@@ -2,7 +2,7 @@
 
 use crate::cuda;
 use crate::gpu::on_machine;
-use crate::plugin::{CUDA, DMABUF, HOST, infos, warnings};
+use crate::plugin::{CUDA, DMABUF, HOST, infos, pattern, warnings};
 use crate::rig::{Room, Setting, alone, host, roce};
 use crate::staging::{Gpu, carry};
 
@@ -208,6 +208,45 @@ fn a_profile_of_sizes_offers_gpudirect() {
         with_gpus(room, &[]);
         assert_eq!(on_machine(room, &[]).properties(0).ptr_support, HOST | DMABUF);
     });
+}
+
+/// What should be staged by size can't be: the driver does not know this memory.
+fn without_staged_half(room: &Room, strict: bool) {
+    put_profile(room, &profile("NVIDIA H200", BY_SIZE));
+    with_gpus(room, &[]);
+    let plugin = on_machine(room, &[]);
+    let pair = plugin.pair(0, 0);
+    let data = pattern(100_000);
+    let registered = plugin.reg_mr_as(pair.0, &data, CUDA);
+    let told = warnings().join(
+        "
+",
+    );
+    assert!(told.contains("staging: cuPointerGetAttribute"), "{told}");
+    assert_eq!(registered.is_err(), strict, "{told}");
+    assert_eq!(told.contains("by nvidia_peermem whatever its size"), !strict, "{told}");
+    assert_eq!(told.contains("NCCL_NET_RDMA_STRICT is set"), strict, "{told}");
+    if let Ok(memory) = registered {
+        plugin.dereg_mr(pair.0, memory);
+    }
+    plugin.close(pair);
+}
+
+fn with_both() -> [(&'static str, &'static str); 3] {
+    [PROFILE, ("NCCL_NET_RDMA_PEERMEM", "on"), ("LD_LIBRARY_PATH", cuda::folder())]
+}
+
+#[test]
+fn a_registration_without_its_staged_half_is_of_gpudirect() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    alone(&Setting { fabric: Some(&fabric), env: &with_both() }, |room| without_staged_half(room, false));
+}
+
+#[test]
+fn a_registration_without_its_staged_half_is_none_with_strict() {
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
+    let env: Vec<_> = with_both().into_iter().chain([("NCCL_NET_RDMA_STRICT", "1")]).collect();
+    alone(&Setting { fabric: Some(&fabric), env: &env }, |room| without_staged_half(room, true));
 }
 
 #[test]

@@ -223,6 +223,43 @@ fn more_than_is_staged_is_refused() {
     });
 }
 
+/// However many registrations there are; what they pin is given back.
+#[test]
+fn a_process_stages_no_more_than_its_total() {
+    let env = [STAGING, driver(), ("NCCL_NET_RDMA_STAGING_TOTAL", "100000")];
+    alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        let (one, other) = (Gpu::new(65_536), Gpu::new(65_536));
+        for _ in 0..3 {
+            let memory = one.register(&plugin, pair.0).unwrap();
+            let same = one.register(&plugin, pair.1).unwrap();
+            other.register(&plugin, pair.1).unwrap_err();
+            plugin.dereg_mr(pair.0, memory);
+            plugin.dereg_mr(pair.1, same);
+        }
+        let told = warnings();
+        assert!(told.len() == 1 && told[0].contains("NCCL_NET_RDMA_STAGING_TOTAL allows, 100000 bytes"), "{told:#?}");
+        plugin.close(pair);
+    });
+}
+
+/// Memory that the driver knows nothing of, in turn of other lengths: the reason is the same.
+#[test]
+fn a_refusal_is_told_once_for_all_memory() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver()] }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        for pages in 1..5 {
+            Gpu::of_kind(4096 * pages, 0).register(&plugin, pair.0).unwrap_err();
+        }
+        let told = warnings();
+        assert!(told.len() == 1 && told[0].contains("4096 bytes at 0x"), "{told:#?}");
+        assert!(told[0].contains("of GPU 0 (Stand-in), by soft0:1, for peer"), "{told:#?}");
+        plugin.close(pair);
+    });
+}
+
 #[test]
 fn a_driver_that_refuses_marks_is_no_driver_for_staging() {
     let env = [STAGING, driver(), ("CUDA_STAND_IN_LACKS", "cuStreamWriteValue32_v2")];
@@ -248,7 +285,8 @@ fn an_error_of_the_gpu_is_noticed_without_the_stall_watch() {
         let memory = gpu.register(&plugin, pair.1).unwrap();
         let receive = until("irecv", || plugin.irecv_at(pair.1, gpu.part(4096), 0, memory).unwrap());
         until("the error", || plugin.test(receive).err());
-        let told = warnings_with("a copy between GPU and host memory failed: cuStreamQuery");
+        // The other end of the connection is in this process and tells what it was told.
+        let told = warnings_with(" : a copy between GPU and host memory failed: cuStreamQuery");
         assert!(told.len() == 1 && told[0].contains("on GPU 0 (Stand-in)"), "{:#?}", warnings());
         plugin.dereg_mr(pair.1, memory);
         plugin.close(pair);
