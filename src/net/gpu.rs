@@ -54,6 +54,11 @@ impl GpuMemory {
         Self { staging, ..known }
     }
 
+    /// Whether memory may be staged: also where that was not chosen, but what was chosen failed.
+    pub(super) fn can_stage(&self) -> &Way {
+        &self.staging
+    }
+
     pub(super) fn none(why: &str) -> Self {
         let closed = || Err(why.to_owned());
         Self {
@@ -235,6 +240,15 @@ mod tests {
             strict: false,
             near: Arc::default(),
         }
+    }
+
+    /// The flags of LL128 may be copied before their data.
+    #[test]
+    fn nothing_is_staged_where_nccl_does_not_tell_what_has_flags() {
+        let set = [("NCCL_NET_OPTIONAL_RECV_COMPLETION", "0")];
+        let find = |name: &str| set.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        let (config, _) = Config::load(&find, std::iter::empty());
+        assert!(staging(&config).expect_err("none").contains("LL128"));
     }
 
     #[test]

@@ -442,6 +442,9 @@ impl Comm {
             );
             Refused { port, error: NetError::new(code, text) }
         };
+        if let Err(why) = port.gpu.can_stage() {
+            return Err(refused(Code::InvalidUsage, why.clone()));
+        }
         if length as u64 > paths.most {
             let why = format!(
                 "a registration is larger than NCCL_NET_RDMA_STAGING_MAX, {} bytes; NCCL does without registration of the \
