@@ -229,6 +229,7 @@ settings! {
     profile: Option<PathBuf> = None, "NCCL_NET_RDMA_PROFILE", Any, "file of `nccl-rdma bench paths`: what was measured for each path on this machine; auto follows it";
     staging_chunk: u64 = 512 << 10, "NCCL_NET_RDMA_STAGING_CHUNK", Range(128, 1 << 30), "bytes that staging copies, and sends, at a time; a message has at most 16 such parts, so a large one has larger ones";
     staging_max: u64 = 256 << 20, "NCCL_NET_RDMA_STAGING_MAX", Range(1, 0xffff_ffff), "bytes that one registration of GPU memory may have to be staged: as much host memory is pinned. NCCL does without registration of larger user buffers; its own are far smaller";
+    gdr_level: Option<String> = None, "NCCL_NET_GDR_LEVEL", Any, "NCCL's own: how far apart a NIC and a GPU may be for it to give the NIC GPU memory; the plugin only warns where that contradicts NCCL_NET_RDMA_GPU_PATH";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";

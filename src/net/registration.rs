@@ -27,7 +27,7 @@ use super::{Code, NetError};
 /// The ways of GPU memory on one connection.
 #[derive(Debug)]
 pub(super) struct Paths {
-    choices: Choices,
+    choices: Arc<Choices>,
     /// A way that is given up is an error.
     strict: bool,
     /// Most bytes of a registration that is staged.
@@ -38,9 +38,9 @@ pub(super) struct Paths {
 }
 
 impl Paths {
-    pub(super) fn new(ports: &[Arc<Port>], config: &Config) -> Self {
+    pub(super) fn new(gpu: &GpuMemory, config: &Config) -> Self {
         Self {
-            choices: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choices(),
+            choices: Arc::clone(gpu.choices()),
             strict: config.strict,
             most: config.staging_max.min(staging::LARGEST),
             lane: Mutex::default(),

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use nccl_net_rdma::config::Config;
-use nccl_net_rdma::memory::profile::{Adapter, Nic};
+use nccl_net_rdma::memory::profile::{self, Adapter, Nic};
 use nccl_net_rdma::net;
 use nccl_net_rdma::topology::distance::Distance;
 use serde::{Deserialize, Serialize};
@@ -32,15 +32,14 @@ impl Machine {
         let first = first(device);
         let nic = report.nic(first);
         let pair = report.pairs_of(first).find(|(pair, _)| gpu.is_some_and(|gpu| gpu.eq_ignore_ascii_case(&pair.gpu)));
-        let links = [nic.and_then(|nic| nic.link), pair.and_then(|(_, gpu)| gpu.link)];
-        let words = |(what, link): (&str, Option<_>)| link.map(|link| format!("{what} {link}"));
-        let link = ["NIC", "GPU"].into_iter().zip(links).filter_map(words).collect::<Vec<_>>().join(", ");
+        let link = profile::links(nic.and_then(|nic| nic.link), pair.and_then(|(_, gpu)| gpu.link));
         let firmware = nic.map_or_else(String::new, |nic| nic.firmware.clone());
         Self {
             nic: Nic {
                 name: device.to_owned(),
                 model: nic.map_or_else(String::new, |nic| nic.model.clone()),
-                port_gbps: f64::from(speed_mbps) / 1000.0,
+                // Of one of its ports.
+                port_gbps: f64::from(speed_mbps) / 1000.0 / device.split('+').map(|_| 1.0).sum::<f64>(),
                 // So soft-hca says who it is.
                 firmware: firmware.clone(),
             },
@@ -48,7 +47,7 @@ impl Machine {
             on_bus: is_on_bus(Path::new("/sys/class/infiniband"), first),
             gpu_name: pair.map(|(_, gpu)| gpu.name.clone()),
             distance: pair.map_or(Distance::Unknown, |(pair, _)| pair.distance),
-            link: if link.is_empty() { "not shown by this machine".to_owned() } else { link },
+            link,
         }
     }
 }
@@ -58,7 +57,10 @@ impl fmt::Display for Machine {
         let Nic { name, model, firmware, port_gbps } = &self.nic;
         write!(f, "NIC {name} ({model}, firmware {firmware}, {port_gbps} Gb/s)")?;
         match &self.gpu_name {
-            Some(gpu) => write!(f, "; {gpu}; distance {}; links: {}", self.distance, self.link),
+            Some(gpu) => {
+                let link = if self.link.is_empty() { "not shown by this machine" } else { &self.link };
+                write!(f, "; {gpu}; distance {}; links: {link}", self.distance)
+            }
             None => Ok(()),
         }
     }
