@@ -45,7 +45,7 @@ impl Nic {
             bus_id: function.as_ref().map(|f| f.bus_id().to_owned()),
             numa_node: function.as_ref().and_then(Function::numa_node),
             link: function.as_ref().and_then(Link::read),
-            relaxed_ordering: function.as_ref().and_then(|f| f.config_space().relaxed_ordering()),
+            relaxed_ordering: function.as_ref().and_then(Function::relaxed_ordering),
             function,
             ..self
         }
@@ -115,6 +115,9 @@ pub struct Report {
     pub nics: Vec<Nic>,
     pub gpus: Vec<Gpu>,
     pub pairs: Vec<Pair>,
+    /// All that stand between pairs.
+    #[serde(skip)]
+    bridges: Vec<Bridge>,
 }
 
 /// What findings depend on besides the machine.
@@ -146,17 +149,27 @@ impl Report {
             nics: Vec::new(),
             gpus: gpus::find(root).into_iter().map(gpu).collect(),
             pairs: Vec::new(),
+            bridges: Vec::new(),
         }
     }
 
     /// Adds a NIC, with each GPU.
     pub fn add(&mut self, nic: Nic) {
-        let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+        // Each is read once, however many pairs it stands between.
+        let known = &mut self.bridges;
+        let mut bridge = |f: Function| match known.iter().find(|b| b.bus_id == f.bus_id()) {
+            Some(bridge) => bridge.clone(),
+            None => {
+                let bridge = Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+                known.push(bridge.clone());
+                bridge
+            }
+        };
         for gpu in &self.gpus {
             let (distance, bridges) = match &nic.function {
                 Some(function) => (
                     Distance::between(function, &gpu.function, self.numa_nodes),
-                    distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
+                    distance::bridges(function, &gpu.function).into_iter().map(&mut bridge).collect(),
                 ),
                 None => (Distance::Unknown, Vec::new()),
             };
@@ -232,8 +245,16 @@ impl Report {
             );
             add(Severity::Warning, &about, text);
         }
+        for (about, redirecting) in self.between(near, Acs::redirects_untranslated) {
+            let text = format!(
+                "ACS redirects what goes between them over the root complex, except where address translation services (ATS) \
+                 have cleared it: {redirecting}"
+            );
+            add(Severity::Note, &about, text);
+        }
         for (about, unseen) in self.between(near, |acs| acs == Acs::Unknown) {
-            let text = format!("whether ACS redirects what goes between them can't be seen without root: {unseen}");
+            let text =
+                format!("whether ACS redirects what goes between them can't be seen (without CAP_SYS_ADMIN): {unseen}");
             add(Severity::Note, &about, text);
         }
         all
@@ -401,7 +422,8 @@ mod tests {
         );
         let json = serde_json::to_value(&report).expect("JSON");
         assert_eq!(json["pairs"][0]["distance"], "PIX");
-        assert_eq!(json["pairs"][0]["bridges"][0]["acs"], "ACS unknown");
+        let unknown = serde_json::json!({"text": "ACS unknown", "control": null});
+        assert_eq!(json["pairs"][0]["bridges"][0]["acs"], unknown);
         assert_eq!(json["gpus"][0]["bar1_bytes"], 128u64 << 30);
         assert_eq!(json["peer_memory"], "absent");
     }
@@ -452,9 +474,11 @@ mod tests {
         assert!(text.contains("0000:82:00.0: ACS 0x001d (SrcValid ReqRedir") && !text.contains("82:01.0"), "{text}");
         assert_eq!(found(&redirecting, false), [], "nothing goes that way");
         assert_eq!(found(&bridge(0, 4096), true), []);
+        let told = found(&bridge(0x5d, 4096), true);
+        assert!(matches!(&told[..], [(Severity::Note, text)] if text.contains("(ATS)")), "{told:?}");
         let told = found(&bridge(0x1d, 64), true);
         let [(Severity::Note, text)] = &told[..] else { panic!("{told:?}") };
-        assert!(text.contains("can't be seen without root: 0000:82:00.0: ACS unknown"), "{text}");
+        assert!(text.contains("can't be seen (without CAP_SYS_ADMIN): 0000:82:00.0: ACS unknown"), "{text}");
     }
 
     #[test]
