@@ -270,9 +270,11 @@ impl Pair {
         Self { rules: derive_rules(&sizes), sizes, ..self.clone() }
     }
 
-    /// As [`Self::without_gdr`], of staging.
+    /// As [`Self::without_gdr`], of staging. Host memory was measured at its best, which displaces no GPUDirect.
     pub fn without_staging(&self) -> Self {
-        let sizes: Vec<Measured> = self.sizes.iter().map(|s| Measured { staging: None, ..s.clone() }).collect();
+        let gdr = self.measured_gdr();
+        let left = |s: &Measured| Measured { staging: None, host: s.host.filter(|_| !gdr), ..s.clone() };
+        let sizes: Vec<Measured> = self.sizes.iter().map(left).collect();
         Self { rules: derive_rules(&sizes), sizes, ..self.clone() }
     }
 

@@ -52,6 +52,20 @@ impl Machine {
     }
 }
 
+impl Machine {
+    /// Why the plugin will not know this pair for the one that was measured.
+    pub(super) fn not_found_again(&self) -> Option<&'static str> {
+        if self.nic.model.is_empty() {
+            return Some("it does not know the NIC");
+        }
+        if self.gpu_name.is_none() {
+            return Some("it does not see the GPU in sysfs");
+        }
+        (self.adapter == Adapter::Hardware && self.distance == Distance::Unknown)
+            .then_some("it can't be seen how far apart NIC and GPU are")
+    }
+}
+
 impl fmt::Display for Machine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Nic { name, model, firmware, port_gbps } = &self.nic;
@@ -78,6 +92,23 @@ fn is_on_bus(class: &Path, device: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pair_that_is_not_found_again_is_told() {
+        let machine = |adapter, gpu_name: Option<&str>, distance| Machine {
+            nic: Nic { name: "n".into(), model: "m".into(), firmware: "f".into(), port_gbps: 400.0 },
+            adapter,
+            on_bus: true,
+            gpu_name: gpu_name.map(str::to_owned),
+            distance,
+            link: String::new(),
+        };
+        let (hardware, gpu) = (Adapter::Hardware, Some("NVIDIA H200"));
+        assert_eq!(machine(hardware, gpu, Distance::Pix).not_found_again(), None);
+        assert_eq!(machine(Adapter::SoftHca, gpu, Distance::Unknown).not_found_again(), None);
+        assert!(machine(hardware, gpu, Distance::Unknown).not_found_again().is_some());
+        assert!(machine(hardware, None, Distance::Pix).not_found_again().is_some());
+    }
 
     #[test]
     fn only_devices_on_a_bus_are_hardware() {
