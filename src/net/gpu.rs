@@ -214,6 +214,8 @@ fn no_dmabuf(why: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Memory;
+    use crate::net::tests::{connection, engine};
 
     fn ways(peermem: bool, dmabuf: bool, name: &str) -> GpuMemory {
         let way = |open: bool| if open { Ok(()) } else { Err(name.to_owned()) };
@@ -252,6 +254,28 @@ mod tests {
         assert!(text.contains("host memory only") && text.contains("no staging: no driver"), "{text}");
         let text = wish(GpuPath::Host, true, false).to_string();
         assert!(text.contains("NCCL_NET_RDMA_GPU_PATH=host"), "{text}");
+    }
+
+    /// Whatever the order in which the peer has its rails.
+    #[test]
+    fn connections_go_by_what_nccl_was_told() {
+        let engine = engine(&[]);
+        let (send, recv) = connection(&engine);
+        let device = engine.device(0).expect("found");
+        for comm in [&send, &recv] {
+            assert!(Arc::ptr_eq(&comm.base().paths.choices, device.gpu.choices()));
+        }
+    }
+
+    /// NCCL, which is told so, does not go on over host memory.
+    #[test]
+    fn gpudirect_that_is_forced_and_strict_fails_with_the_reason() {
+        let engine = engine(&[("NCCL_NET_RDMA_GPU_PATH", "gdr"), ("NCCL_NET_RDMA_STRICT", "1")]);
+        assert_eq!(engine.device(0).expect("found").ptr_support(), 3);
+        let (send, _recv) = connection(&engine);
+        // SAFETY: nothing is registered.
+        let refused = unsafe { send.register(0x1000, 4096, Memory::Gpu) }.expect_err("closed").text;
+        assert!(refused.contains("can't register GPU memory") && refused.contains("nvidia_peermem"), "{refused}");
     }
 
     #[test]

@@ -189,10 +189,12 @@ impl Engine {
                 tracing::info!(target: "init", "{line}");
             }
         }
-        for finding in found.survey.findings() {
-            match finding.severity {
-                Severity::Warning => tracing::warn!(target: "init", "{finding}"),
-                Severity::Note => tracing::info!(target: "init", "{finding}"),
+        if tracing::enabled!(target: "init", tracing::Level::WARN) {
+            for finding in found.survey.findings() {
+                match finding.severity {
+                    Severity::Warning => tracing::warn!(target: "init", "{finding}"),
+                    Severity::Note => tracing::info!(target: "init", "{finding}"),
+                }
             }
         }
         let mut devices = found.devices;

@@ -27,7 +27,8 @@ use super::{Code, NetError};
 /// The ways of GPU memory on one connection.
 #[derive(Debug)]
 pub(super) struct Paths {
-    choices: Arc<Choices>,
+    /// The device's, as NCCL was told.
+    pub(super) choices: Arc<Choices>,
     /// A way that is given up is an error.
     strict: bool,
     /// Most bytes of a registration that is staged.
