@@ -299,7 +299,7 @@ pub(crate) struct Slot<'a> {
 
 /// As text: JSON's numbers have 53 bits to many readers.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
-fn hex<S: serde::Serializer>(number: &u64, s: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn hex<S: serde::Serializer>(number: &u64, s: S) -> Result<S::Ok, S::Error> {
     s.collect_str(&format_args!("{number:#018x}"))
 }
 

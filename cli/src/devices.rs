@@ -91,4 +91,11 @@ mod tests {
         assert_eq!(memory_kinds(5), "host, dma-buf");
         assert_eq!(memory_kinds(7), "host, cuda (peermem or staging), dma-buf");
     }
+
+    #[test]
+    fn guids_are_hex_text_in_json() {
+        #[derive(serde::Serialize)]
+        struct Shown(#[serde(serialize_with = "abi::hex")] u64);
+        assert_eq!(serde_json::to_value(Shown(0xb8ce_f603_00ab_cdef)).unwrap(), "0xb8cef60300abcdef");
+    }
 }

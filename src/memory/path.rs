@@ -205,7 +205,7 @@ impl Neighbour {
             open,
             distance: Some(self.distance),
             profile: self.profile.as_ref().map(|p| (p.0.as_path(), &p.1)),
-            staging: self.staging.as_ref().map(|()| ()).map_err(String::as_str),
+            staging: self.staging.as_ref().copied().map_err(String::as_str),
         }
     }
 }
