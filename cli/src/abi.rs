@@ -297,11 +297,18 @@ pub(crate) struct Slot<'a> {
     pub memory: Memory,
 }
 
+/// As text: JSON's numbers have 53 bits to many readers.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde's signature")]
+pub(crate) fn hex<S: serde::Serializer>(number: &u64, s: S) -> Result<S::Ok, S::Error> {
+    s.collect_str(&format_args!("{number:#018x}"))
+}
+
 /// What NCCL would be told about a device.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub(crate) struct Properties {
     pub name: String,
     pub pci_path: Option<String>,
+    #[serde(serialize_with = "hex")]
     pub guid: u64,
     pub ptr_support: c_int,
     pub reg_is_global: bool,

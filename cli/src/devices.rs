@@ -77,7 +77,7 @@ fn table(devices: &[Properties]) -> Table {
 }
 
 fn memory_kinds(mask: i32) -> String {
-    let kinds = [(abi::PTR_HOST, "host"), (abi::PTR_CUDA, "cuda (peermem)"), (abi::PTR_DMABUF, "dma-buf")];
+    let kinds = [(abi::PTR_HOST, "host"), (abi::PTR_CUDA, "cuda (peermem or staging)"), (abi::PTR_DMABUF, "dma-buf")];
     kinds.iter().filter(|(bit, _)| mask & bit != 0).map(|(_, name)| *name).collect::<Vec<_>>().join(", ")
 }
 
@@ -89,6 +89,13 @@ mod tests {
     fn memory_kinds_are_named() {
         assert_eq!(memory_kinds(1), "host");
         assert_eq!(memory_kinds(5), "host, dma-buf");
-        assert_eq!(memory_kinds(7), "host, cuda (peermem), dma-buf");
+        assert_eq!(memory_kinds(7), "host, cuda (peermem or staging), dma-buf");
+    }
+
+    #[test]
+    fn guids_are_hex_text_in_json() {
+        #[derive(serde::Serialize)]
+        struct Shown(#[serde(serialize_with = "abi::hex")] u64);
+        assert_eq!(serde_json::to_value(Shown(0xb8ce_f603_00ab_cdef)).unwrap(), "0xb8cef60300abcdef");
     }
 }

@@ -230,6 +230,7 @@ settings! {
     staging_chunk: u64 = 512 << 10, "NCCL_NET_RDMA_STAGING_CHUNK", Range(128, 1 << 30), "bytes that staging copies, and sends, at a time; a message has at most 16 such parts, so a large one has larger ones";
     staging_max: u64 = 1 << 30, "NCCL_NET_RDMA_STAGING_MAX", Range(1, 0xffff_ffff), "bytes that one registration of GPU memory may have to be staged: as much host memory is pinned. NCCL does without registration of larger user buffers; its own pool has up to 512 MiB (64 channels of 16 buffers of 512 KiB)";
     staging_total: u64 = 8 << 30, "NCCL_NET_RDMA_STAGING_TOTAL", Range(1, 1 << 50), "bytes of GPU memory that a process may have staged at once: as much host memory is pinned, once for all connections that register the same address and length";
+    gdr_level: Option<String> = None, "NCCL_NET_GDR_LEVEL", Any, "NCCL's own: how far apart a NIC and a GPU may be for it to give the NIC GPU memory; the plugin only warns where that contradicts NCCL_NET_RDMA_GPU_PATH";
     gdr_flush_disable: bool = false, "NCCL_GDR_FLUSH_DISABLE", Any, "1: GPU memory is not flushed after a receive";
     tells_flags: bool = true, "NCCL_NET_OPTIONAL_RECV_COMPLETION", Any, "NCCL's own, ABI v9 and newer: whether it says which receives need no completion (LL and LL128); staging takes that";
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";

@@ -150,11 +150,37 @@ pub fn bus_id(address: u64) -> Option<String> {
     let mut device = 0;
     // SAFETY: one device to write.
     check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal(address).ok()?) }).ok()?;
+    bus_id_of(device)
+}
+
+fn bus_id_of(device: cu::CUdevice) -> Option<String> {
     let mut text = [0u8; 32];
     // SAFETY: room for a text of the size that the call is told.
     check("cuDeviceGetPCIBusId", unsafe { cu::cuDeviceGetPCIBusId(text.as_mut_ptr().cast(), 31, device) }).ok()?;
     let end = text.iter().position(|&b| b == 0).unwrap_or(0);
     Some(String::from_utf8_lossy(&text[..end]).into_owned())
+}
+
+/// Whether memory of the GPU at this bus id can be staged; or why not.
+pub fn available_at(bus_id: &str) -> Result<(), String> {
+    available()?;
+    let mut count = 0;
+    // SAFETY: one int to write.
+    check("cuDeviceGetCount", unsafe { cu::cuDeviceGetCount(&raw mut count) })?;
+    let at = |ordinal| {
+        let mut device = 0;
+        // SAFETY: one device to write.
+        check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) }).ok()?;
+        bus_id_of(device).filter(|bus| bus.eq_ignore_ascii_case(bus_id)).map(|_| device)
+    };
+    let Some(device) = (0..count).find_map(at) else {
+        return Err("CUDA does not show it to this process (CUDA_VISIBLE_DEVICES)".to_owned());
+    };
+    let mut can = 0;
+    let of = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    // SAFETY: one int to write.
+    check("cuDeviceGetAttribute", unsafe { cu::cuDeviceGetAttribute(&raw mut can, of, device) })?;
+    if can == 0 { Err("it has no memory of cuMemCreate".to_owned()) } else { Ok(()) }
 }
 
 fn name(ordinal: c_int) -> Result<String, String> {
@@ -274,7 +300,8 @@ impl Stager {
         if !is_of_no_context(address) || !is_of_no_context(last) {
             return Err(
                 "the memory is not of cuMemCreate: copies of it would wait for the program's kernels; NCCL's own is \
-                 with NCCL_CUMEM_ENABLE=1 (its default where the driver can)"
+                 with NCCL_CUMEM_ENABLE=1 (its default where the driver can). A program's own buffers stay unregistered, which must be \
+                 so on all ranks or on none: where only some stage, NCCL_GRAPH_REGISTER=0 and NCCL_LOCAL_REGISTER=0 on all"
                     .to_owned(),
             );
         }

@@ -1,5 +1,6 @@
 //! Which way data take between one GPU and one NIC, and by which rule.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +11,7 @@ use crate::topology::distance::Distance;
 use super::profile::Pair;
 
 /// Sizes of messages, from `from` up to below `to`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sizes {
     pub from: u64,
     pub to: u64,
@@ -39,7 +40,7 @@ impl fmt::Display for Sizes {
 }
 
 /// What was chosen for a GPU and a NIC.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Choice {
     /// NCCL is told that GPU memory can be had: else it keeps its data in host memory.
     pub gpu_memory: bool,
@@ -47,7 +48,7 @@ pub struct Choice {
     pub gdr: bool,
     /// GDR that fails may become staging.
     pub fall_back: bool,
-    /// Messages of these sizes are staged though GDR works.
+    /// Messages of these sizes are staged though GDR works; where staging can't be had, all go by GDR.
     pub staged: Sizes,
     /// The rule that decided, for people.
     pub rule: String,
@@ -62,6 +63,31 @@ pub struct Known<'a> {
     pub distance: Option<Distance>,
     /// What was measured of such a pair, and in which file that is.
     pub profile: Option<(&'a Path, &'a Pair)>,
+    /// Staging can be had; or why not.
+    pub staging: Result<(), &'a str>,
+}
+
+impl Known<'_> {
+    /// Why a profile is not followed as it is; None: it is, or there is none.
+    pub fn differs_from_profile(&self) -> Option<String> {
+        let (_, pair) = self.profile?;
+        if pair.open_now(self) {
+            return Some("measured without GPUDirect, which is open now: the defaults hold".to_owned());
+        }
+        match self.staging {
+            Err(why) if pair.staged() != Sizes::NONE => {
+                Some(format!("staging is best, and can't be had: {why}; decided without it"))
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Pair {
+    /// GPUDirect was not weighed when this was measured, and is open.
+    fn open_now(&self, known: &Known<'_>) -> bool {
+        !known.open.is_empty() && !self.measured_gdr()
+    }
 }
 
 impl Choice {
@@ -75,7 +101,11 @@ impl Choice {
             (GpuPath::Host, _) => Self::host(set("host")),
             (GpuPath::Gdr, _) if open => Self { fall_back: false, ..Self::direct(set("gdr")) },
             (GpuPath::Gdr, _) => Self::host(format!("{}, but GPUDirect is not open", set("gdr"))),
-            (GpuPath::Auto, Some((file, pair))) => Self::measured(file, pair, open),
+            (GpuPath::Auto, Some((file, pair))) if pair.open_now(known) => {
+                let rule = format!("{}; profile {} was measured without it", by_default(known), file.display());
+                Self::direct(rule)
+            }
+            (GpuPath::Auto, Some((file, pair))) => Self::measured(file, pair, known),
             (GpuPath::Auto, None) if open => Self::direct(by_default(known)),
             (GpuPath::Auto, None) => Self::host(
                 "GPUDirect is not open, and no profile says that staging is faster than NCCL's own way".to_owned(),
@@ -83,23 +113,37 @@ impl Choice {
         }
     }
 
-    fn measured(file: &Path, pair: &Pair, open: bool) -> Self {
-        let without;
-        let (pair, told) = if pair.gdr() && !open {
-            without = pair.without_gdr();
-            (&without, " of what is left without GPUDirect, which is not open,")
-        } else {
-            (pair, "")
+    fn measured(file: &Path, pair: &Pair, known: &Known<'_>) -> Self {
+        let open = !known.open.is_empty();
+        let (mut left, mut without) = (Cow::Borrowed(pair), Vec::new());
+        if left.staged() != Sizes::NONE && known.staging.is_err() {
+            left = Cow::Owned(left.without_staging());
+            without.push("staging, which can't be had,");
+        }
+        if left.gdr() && !open {
+            left = Cow::Owned(left.without_gdr());
+            without.push("GPUDirect, which is not open,");
+        }
+        let told = match &without[..] {
+            [] => String::new(),
+            without => format!(" of what is left without {}", without.join(" and ")),
         };
         let rule = |what: &str| format!("profile {}:{told} {what}", file.display());
-        match (pair.host(), pair.gdr(), pair.staged()) {
+        match (left.host(), left.gdr(), left.staged()) {
             (true, ..) => Self::host(rule("host memory is best")),
-            (_, false, _) => Self::staging(rule("staging is best")),
+            // The NIC's way stays open for what can't be staged.
+            (_, false, _) => Self { gdr: open, fall_back: open, ..Self::staging(rule("staging is best")) },
             (_, true, Sizes::NONE) => Self::direct(rule("GPUDirect is best")),
             (_, true, staged) => {
                 Self { staged, ..Self::direct(rule(&format!("staging is best {staged}, else GPUDirect"))) }
             }
         }
+    }
+
+    /// Whichever rule decided.
+    fn same_way(&self, other: &Self) -> bool {
+        let way = |c: &Self| (c.gpu_memory, c.gdr, c.fall_back, c.staged);
+        way(self) == way(other)
     }
 
     fn direct(rule: String) -> Self {
@@ -133,6 +177,7 @@ impl fmt::Display for Choice {
             (false, ..) => f.write_str("host memory")?,
             (_, false, _) => f.write_str("staging")?,
             (_, true, Sizes::NONE) => f.write_str("GPUDirect")?,
+            (_, true, Sizes::ALL) => f.write_str("staging, GPUDirect where that fails")?,
             (_, true, staged) => write!(f, "GPUDirect, staging {staged}")?,
         }
         write!(f, " (rule: {})", self.rule)
@@ -143,13 +188,30 @@ impl fmt::Display for Choice {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Neighbour {
     pub bus_id: String,
+    /// Its kind, as the driver names it.
+    pub model: String,
+    /// The driver shows it to others than this process.
+    pub hidden: bool,
     pub distance: Distance,
     /// What was measured of such a pair, and in which file that is.
     pub profile: Option<Arc<(PathBuf, Pair)>>,
+    /// Staging can be had; or why not. Looked for where the profile wants it.
+    pub staging: Result<(), String>,
 }
 
-/// What was chosen for one NIC and each GPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+impl Neighbour {
+    pub fn known<'a>(&'a self, open: &'a [&'static str]) -> Known<'a> {
+        Known {
+            open,
+            distance: Some(self.distance),
+            profile: self.profile.as_ref().map(|p| (p.0.as_path(), &p.1)),
+            staging: self.staging.as_ref().copied().map_err(String::as_str),
+        }
+    }
+}
+
+/// What was chosen for one NIC and each GPU; at first nothing.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Choices {
     /// What NCCL is told, which asks once for all GPUs.
     nic: Choice,
@@ -159,30 +221,49 @@ pub struct Choices {
 
 impl Choices {
     pub fn decide(wish: GpuPath, open: &[&'static str], neighbours: &[Neighbour]) -> Self {
-        let choose = |n: &Neighbour| {
-            let profile = n.profile.as_ref().map(|p| (p.0.as_path(), &p.1));
-            (n.bus_id.clone(), Choice::decide(wish, &Known { open, distance: Some(n.distance), profile }))
+        let choose = |n: &Neighbour| (n.bus_id.clone(), Choice::decide(wish, &n.known(open)));
+        let unknown = Choice::decide(wish, &Known { open, distance: None, profile: None, staging: Ok(()) });
+        let chosen: Vec<_> = neighbours.iter().map(choose).collect();
+        let decides = |which: &dyn Fn(&Neighbour) -> bool| -> Vec<usize> {
+            neighbours.iter().enumerate().filter(|(_, n)| which(n)).map(|(i, _)| i).collect()
         };
-        let unknown = Choice::decide(wish, &Known { open, distance: None, profile: None });
-        Self::new(unknown, neighbours.iter().map(choose).collect())
+        // Not those of other processes; not, for what was measured of one kind of GPU, its like elsewhere, of which nothing
+        // was; and not those that NCCL pairs with other NICs.
+        let measured = |n: &Neighbour| n.profile.is_some();
+        let like_a_measured = |n: &Neighbour| neighbours.iter().any(|m| !m.hidden && measured(m) && m.model == n.model);
+        let counts = |n: &Neighbour| measured(n) || n.distance.is_near() && !like_a_measured(n);
+        let some = |found: Vec<usize>| (!found.is_empty()).then_some(found);
+        let deciding = some(decides(&|n| !n.hidden && counts(n)))
+            .or_else(|| some(decides(&|n| !n.hidden)))
+            .unwrap_or_else(|| decides(&|_| true));
+        let profiled = |i: usize| wish == GpuPath::Auto && neighbours.get(i).is_some_and(measured);
+        Self::new(unknown, chosen, &deciding, profiled)
     }
 
-    /// `unknown` is for a GPU that is not among `gpus`.
-    fn new(unknown: Choice, gpus: Vec<(String, Choice)>) -> Self {
-        let offers = |which: fn(&Choice) -> bool| gpus.iter().map(|(_, c)| c).find(|c| which(c));
-        let Some(offering) = offers(|c| c.gdr).or_else(|| offers(|c| c.gpu_memory)) else {
-            let nic = gpus.first().map_or(unknown, |(_, first)| first.clone());
-            return Self { nic, gpus };
+    /// `unknown` is for a GPU that is not among `gpus`, of which those at the places `deciding` decide what NCCL is told.
+    fn new(unknown: Choice, gpus: Vec<(String, Choice)>, deciding: &[usize], profiled: impl Fn(usize) -> bool) -> Self {
+        let find =
+            |which: fn(&Choice) -> bool| deciding.iter().copied().find(|i| gpus.get(*i).is_some_and(|g| which(&g.1)));
+        let leader = find(|c| c.gdr).or_else(|| find(|c| c.gpu_memory)).or_else(|| deciding.first().copied());
+        let Some((i, (bus, leading))) = leader.and_then(|i| Some((i, gpus.get(i)?))) else {
+            return Self { nic: unknown, gpus };
         };
-        let nic = offering.clone();
-        // GPU memory that is offered for one GPU comes from all of them.
-        let gpus = gpus.into_iter().map(|(bus, choice)| (bus, choice.offered(&nic))).collect();
+        // The line of a NIC names no GPU's distance.
+        let rule = if profiled(i) { &leading.rule } else { &unknown.rule };
+        let nic = Choice { rule: rule.clone(), ..leading.clone() };
+        // NCCL is told once for all: GPU memory that is offered for one GPU comes from all of them, and none from any if not.
+        let follow = |choice: &Choice| match (choice.gpu_memory, nic.gpu_memory) {
+            (false, true) => choice.following(&nic, &format!("this NIC takes GPU memory, for GPU {bus}")),
+            (true, false) => choice.following(&nic, &format!("this NIC takes no GPU memory, for GPU {bus}")),
+            _ => choice.clone(),
+        };
+        let gpus = gpus.iter().map(|(bus, choice)| (bus.clone(), follow(choice))).collect();
         Self { nic, gpus }
     }
 
     /// Whether it matters which GPU it is.
     pub fn differ(&self) -> bool {
-        self.gpus.iter().any(|(_, choice)| *choice != self.nic)
+        self.gpus.iter().any(|(_, choice)| !choice.same_way(&self.nic))
     }
 
     /// Whether NCCL is told that GPU memory can be had.
@@ -197,13 +278,9 @@ impl Choices {
 }
 
 impl Choice {
-    /// As this one, where the NIC takes GPU memory in any case, for the sake of another GPU's choice.
-    fn offered(self, other: &Self) -> Self {
-        if self.gpu_memory {
-            return self;
-        }
-        let rule = format!("{}; but this NIC takes GPU memory, for another GPU", self.rule);
-        Self { rule, ..other.clone() }
+    /// The way of another one, and why.
+    fn following(&self, other: &Self, why: &str) -> Self {
+        Self { rule: format!("{}; but {why}", self.rule), ..other.clone() }
     }
 }
 
@@ -235,7 +312,7 @@ mod tests {
 
     fn decide(wish: GpuPath, open: &[&'static str], distance: Distance, pair: Option<&Pair>) -> Choice {
         let profile = pair.map(|p| (Path::new("/p.json"), p));
-        Choice::decide(wish, &Known { open, distance: Some(distance), profile })
+        Choice::decide(wish, &Known { open, distance: Some(distance), profile, staging: Ok(()) })
     }
 
     const OPEN: [&str; 1] = ["dma-buf"];
@@ -288,26 +365,98 @@ mod tests {
         assert!(!host.gpu_memory && host.rule.contains("host memory is best"), "{host}");
     }
 
+    /// What can't be staged goes by GPUDirect, not to its end.
+    #[test]
+    fn staging_that_was_measured_as_best_leaves_gpudirect_open() {
+        let p = pair(&[(0, None, Way::Staging)], [3, 1, 5]);
+        let both = decide(GpuPath::Auto, &OPEN, Distance::Pix, Some(&p));
+        assert!(both.gpu_memory && both.gdr && both.fall_back && both.staged == Sizes::ALL, "{both}");
+        assert!(both.to_string().starts_with("staging, GPUDirect where that fails"), "{both}");
+    }
+
+    #[test]
+    fn staging_that_cannot_be_had_is_decided_without() {
+        // Host memory without NCCL's kernels, which come on top.
+        let p = pair(&[(0, None, Way::Staging)], [3, 1, 2]);
+        let of = |open: &[&'static str]| {
+            let profile = Some((Path::new("/p.json"), &p));
+            let known = Known { open, distance: Some(Distance::Pix), profile, staging: Err("no driver") };
+            let why = known.differs_from_profile().expect("a reason");
+            assert!(why.contains("can't be had: no driver"), "{why}");
+            Choice::decide(GpuPath::Auto, &known)
+        };
+        let direct = of(&OPEN);
+        assert!(direct.gdr && direct.staged == Sizes::NONE && direct.rule.contains("GPUDirect is best"), "{direct}");
+        assert!(!of(&[]).gpu_memory, "{}", of(&[]));
+    }
+
+    #[test]
+    fn what_was_measured_without_gpudirect_does_not_switch_it_off() {
+        for way in [Way::Staging, Way::Host] {
+            let p = pair(&[(0, None, way)], [0, 2, 3]);
+            let profile = Some((Path::new("/p.json"), &p));
+            let known = |open| Known { open, distance: Some(Distance::Pix), profile, staging: Ok(()) };
+            let open = Choice::decide(GpuPath::Auto, &known(&OPEN));
+            assert!(open.gdr && open.staged == Sizes::NONE && open.rule.contains("was measured without it"), "{open}");
+            assert!(known(&OPEN).differs_from_profile().is_some_and(|w| w.contains("which is open now")));
+            assert_eq!(known(&[]).differs_from_profile(), None);
+            assert!(!Choice::decide(GpuPath::Auto, &known(&[])).gdr);
+        }
+    }
+
+    fn neighbour(bus: &str, distance: Distance, pair: Option<&Pair>) -> Neighbour {
+        Neighbour {
+            bus_id: bus.into(),
+            model: "NVIDIA H200".into(),
+            hidden: false,
+            distance,
+            profile: pair.map(|p| Arc::new((PathBuf::from("/p.json"), p.clone()))),
+            staging: Ok(()),
+        }
+    }
+
     #[test]
     fn a_nic_offers_what_any_gpu_takes() {
-        let known = Known { open: &OPEN, distance: None, profile: None };
-        let unknown = || Choice::decide(GpuPath::Auto, &known);
-        let (direct, host) = (Choice::direct("near".into()), Choice::host("far".into()));
-        let paths =
-            Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone()), ("0000:c1:00.0".into(), direct)]);
-        assert!(paths.nic().gpu_memory && paths.differ());
-        assert_eq!(paths.gpu("0000:C1:00.0").rule, "near");
-        let other = paths.gpu("0000:1B:00.0");
-        assert!(other.gpu_memory && other.gdr && other.rule == "far; but this NIC takes GPU memory, for another GPU");
+        let host = pair(&[(0, None, Way::Host)], [3, 2, 1]);
+        let measured = neighbour("0000:1b:00.0", Distance::Pix, Some(&host));
+        let other = Neighbour { model: "NVIDIA L40S".into(), ..neighbour("0000:c1:00.0", Distance::Pxb, None) };
+        let decide = |all: &[Neighbour]| Choices::decide(GpuPath::Auto, &OPEN, all);
+        let paths = decide(&[measured.clone(), other.clone()]);
+        assert!(paths.nic().gpu_memory && !paths.differ());
+        assert_eq!(paths.nic().rule, "GPUDirect is open (dma-buf)", "of no GPU");
+        assert_eq!(paths.gpu("0000:C1:00.0").rule, "GPUDirect is open (dma-buf), distance PXB");
+        let led = paths.gpu("0000:1B:00.0");
+        assert!(led.gdr && led.rule.ends_with("; but this NIC takes GPU memory, for GPU 0000:c1:00.0"), "{led}");
         assert_eq!(paths.gpu("0000:ff:00.0"), paths.nic());
-        let none = Choices::new(unknown(), vec![("0000:1b:00.0".into(), host.clone())]);
-        assert_eq!((none.nic(), none.gpu("0000:1b:00.0"), none.differ()), (&host, &host, false));
+        let alone = decide(std::slice::from_ref(&measured));
+        assert!(!alone.nic().gpu_memory && !alone.differ() && alone.nic() == alone.gpu("0000:1b:00.0"));
         // What is registered for one GPU must be offered, whichever comes first.
-        let staging = Choice::staging("measured".into());
-        let direct = Choice::direct("near".into());
-        let mixed = Choices::new(unknown(), vec![("a".into(), staging.clone()), ("b".into(), direct.clone())]);
-        assert_eq!((mixed.nic(), mixed.gpu("a"), mixed.gpu("b")), (&direct, &staging, &direct));
-        assert!(Choices::new(unknown(), Vec::new()).nic().gdr);
+        let staging = pair(&[(0, None, Way::Staging)], [3, 1, 5]);
+        let mixed = decide(&[neighbour("a", Distance::Pix, Some(&staging)), Neighbour { bus_id: "b".into(), ..other }]);
+        assert!(mixed.differ() && mixed.gpu("a").staged == Sizes::ALL && mixed.gpu("b").staged == Sizes::NONE);
+        assert!(decide(&[]).nic().gdr);
+    }
+
+    /// Far ones, those of other processes, and those of the same kind of which nothing was measured.
+    #[test]
+    fn gpus_that_are_not_meant_do_not_decide_what_a_nic_offers() {
+        let host = pair(&[(0, None, Way::Host)], [3, 2, 1]);
+        let measured = neighbour("a", Distance::Pix, Some(&host));
+        let other =
+            |distance, hidden, model: &str| Neighbour { hidden, model: model.into(), ..neighbour("b", distance, None) };
+        for second in [
+            other(Distance::Sys, false, "NVIDIA L40S"),
+            other(Distance::Pix, true, "10de:2335"),
+            other(Distance::Pxb, false, "NVIDIA H200"),
+        ] {
+            let paths = Choices::decide(GpuPath::Auto, &OPEN, &[second.clone(), measured.clone()]);
+            assert!(!paths.nic().gpu_memory && !paths.differ(), "{second:?}");
+            let led = paths.gpu("b");
+            assert!(led.rule.ends_with("; but this NIC takes no GPU memory, for GPU a"), "{led}");
+        }
+        // With nothing better to go by, they do.
+        let far = [other(Distance::Sys, false, "NVIDIA H200")];
+        assert!(Choices::decide(GpuPath::Auto, &OPEN, &far).nic().gdr);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::topology::distance::Distance;
+use crate::topology::link::{Lanes, Link};
 
 use super::path::Sizes;
 
@@ -151,6 +152,21 @@ pub fn nic_model(vendor_id: u32, vendor_part_id: u32) -> String {
     format!("0x{vendor_id:04x}:{vendor_part_id}")
 }
 
+/// The links of a NIC and a GPU, as a profile has them; empty where none is shown. A GPU at rest lowers its link's speed by
+/// itself, so what it can counts.
+pub fn links(nic: Option<Link>, gpu: Option<Link>) -> String {
+    let nic = nic.map(|link| format!("NIC PCIe {}", link.now));
+    let gpu = gpu.map(|link| format!("GPU PCIe {}", Lanes { gt_s: link.most.gt_s, ..link.now }));
+    nic.into_iter().chain(gpu).collect::<Vec<_>>().join(", ")
+}
+
+/// Text of a file, fit for a line of a log.
+pub fn shown(text: &str) -> String {
+    const MOST: usize = 200;
+    let cut = if text.chars().nth(MOST).is_some() { "..." } else { "" };
+    text.chars().take(MOST).flat_map(char::escape_debug).chain(cut.chars()).collect()
+}
+
 impl Profile {
     pub fn load(path: &Path) -> Result<Self, ProfileError> {
         let unreadable = |why| ProfileError::Unreadable { path: path.to_owned(), why };
@@ -170,7 +186,7 @@ impl Profile {
     pub fn parse(text: &[u8], path: &Path) -> Result<Self, ProfileError> {
         let damaged = |why: String| ProfileError::Damaged { path: path.to_owned(), why };
         // A newer version is told as one, not as the first field that is unknown here.
-        let value: serde_json::Value = serde_json::from_slice(text).map_err(|e| damaged(e.to_string()))?;
+        let value: serde_json::Value = serde_json::from_slice(text).map_err(|e| damaged(shown(&e.to_string())))?;
         match value.get("version").and_then(serde_json::Value::as_u64) {
             None => return Err(damaged("it states no version".to_owned())),
             Some(found) if found != u64::from(VERSION) => {
@@ -179,7 +195,7 @@ impl Profile {
             Some(_) => {}
         }
         // From the text again: errors then name line and column.
-        let profile: Self = serde_json::from_slice(text).map_err(|e| damaged(e.to_string()))?;
+        let profile: Self = serde_json::from_slice(text).map_err(|e| damaged(shown(&e.to_string())))?;
         profile.check().map_err(damaged)?;
         Ok(profile)
     }
@@ -194,7 +210,12 @@ impl Profile {
             return Err("it has no pair of a NIC and a GPU".to_owned());
         }
         for (i, pair) in self.pairs.iter().enumerate() {
-            pair.check().map_err(|why| format!("pair {i} ({} and {}): {why}", pair.nic.name, pair.gpu.name))?;
+            let names = || format!("pair {i} ({} and {})", shown(&pair.nic.name), shown(&pair.gpu.name));
+            pair.check().map_err(|why| format!("{}: {why}", names()))?;
+            let key = |p: &Pair| (p.nic.model.clone(), p.gpu.name.clone(), p.distance);
+            if self.pairs[..i].iter().any(|other| key(other) == key(pair)) {
+                return Err(format!("{}: there is another of the same kinds and distance", names()));
+            }
         }
         Ok(())
     }
@@ -206,7 +227,7 @@ impl Profile {
 
     /// The hardware that it is of, for people.
     pub fn hardware(&self) -> String {
-        let names = |p: &Pair| format!("{} with {} at {}", p.nic.model, p.gpu.name, p.distance);
+        let names = |p: &Pair| format!("{} with {} at {}", shown(&p.nic.model), shown(&p.gpu.name), p.distance);
         let mut all: Vec<String> = self.pairs.iter().map(names).collect();
         all.sort();
         all.dedup();
@@ -247,6 +268,19 @@ impl Pair {
     pub fn without_gdr(&self) -> Self {
         let sizes: Vec<Measured> = self.sizes.iter().map(|s| Measured { gdr: None, ..s.clone() }).collect();
         Self { rules: derive_rules(&sizes), sizes, ..self.clone() }
+    }
+
+    /// As [`Self::without_gdr`], of staging. Host memory was measured at its best, which displaces no GPUDirect.
+    pub fn without_staging(&self) -> Self {
+        let gdr = self.measured_gdr();
+        let left = |s: &Measured| Measured { staging: None, host: s.host.filter(|_| !gdr), ..s.clone() };
+        let sizes: Vec<Measured> = self.sizes.iter().map(left).collect();
+        Self { rules: derive_rules(&sizes), sizes, ..self.clone() }
+    }
+
+    /// GPUDirect was weighed.
+    pub fn measured_gdr(&self) -> bool {
+        self.gdr() || self.sizes.iter().any(|s| s.gdr.is_some())
     }
 
     /// The way of all sizes is through host memory, by NCCL's own kernels.
@@ -504,6 +538,10 @@ mod tests {
             let told = refused(&text);
             assert!(told.starts_with("p.json: ") && told.contains(why), "{what}: {told}");
         }
+        let twice = Profile { pairs: [profile().pairs, profile().pairs].concat(), ..profile() };
+        assert!(refused(&twice.to_json()).contains("another of the same kinds"));
+        let long = refused(&good.replace("\"made_by\"", &format!("\"{}\\n\"", "x".repeat(9000))));
+        assert!(long.len() < 500 && !long.contains('\n'), "{long}");
         let empty = Profile { pairs: Vec::new(), ..profile() };
         assert!(refused(&empty.to_json()).contains("no pair"));
         let absent = Profile::load(Path::new("/nonexistent/p.json")).expect_err("absent").to_string();

@@ -19,7 +19,6 @@ use super::comm::{Base, Comm, SendComm};
 use super::context::Wishes;
 use super::device::{Device, Port};
 use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
-use super::gpu::GpuMemory;
 use super::hello::{Hello, HelloRail, Who, kind};
 use super::registration::Paths;
 use super::stall::{self, Vigil};
@@ -44,7 +43,7 @@ struct Side {
     draft: Draft,
     /// With the word of the count at the end.
     ring: (Vec<Mr>, Pages),
-    device: String,
+    device: Arc<Device>,
     hints: bool,
     profiler: Option<Arc<dyn Profiler>>,
 }
@@ -94,7 +93,7 @@ pub(super) fn too_late(what: &str, peer: &str, limit: Duration) -> NetError {
 }
 
 impl Side {
-    fn make(device: &Device, wishes: Wishes, config: &Config) -> Result<Self, NetError> {
+    fn make(device: &Arc<Device>, wishes: Wishes, config: &Config) -> Result<Self, NetError> {
         let Wishes { class, profiler } = wishes;
         if device.rails.is_empty() {
             return Err(NetError::new(Code::System, "no RDMA device can be used and NCCL_NET_RDMA_STRICT is set"));
@@ -107,13 +106,13 @@ impl Side {
             mrs.push(register_own(rail, &pages, 0..pages.len(), Access::LOCAL_WRITE | Access::REMOTE_WRITE)?);
         }
         let draft = Draft::create(Role::Send, &device.rails, config.ib_qps_per_connection, 0, class, config)?;
-        let device = device.name.to_string_lossy().into_owned();
+        let device = Arc::clone(device);
         Ok(Self { draft, ring: (mrs, pages), device, hints: config.recv_hint, profiler })
     }
 }
 
 impl Connecting {
-    pub(super) fn start(device: &Device, handle: &Handle, wishes: Wishes, config: &Config, now: Instant) -> Self {
+    pub(super) fn start(device: &Arc<Device>, handle: &Handle, wishes: Wishes, config: &Config, now: Instant) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let deadline = now + config.connect_timeout;
         let stage = match Side::make(device, wishes, config) {
@@ -289,7 +288,7 @@ fn speeds(ports: &[Arc<Port>], peer: &[HelloRail]) -> [u32; MAX_RAILS] {
 }
 
 /// What both directions say when a connection stands; of an MTU that differs once a peer, as it may have hundreds of them.
-pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>], peer: &Hello, routes: &[String]) {
+pub(super) fn announce(what: &str, device: &Device, qps: &QpSet, ports: &[Arc<Port>], peer: &Hello, routes: &[String]) {
     for (port, far) in ports.iter().zip(&peer.rails) {
         let (own, theirs) = (port.attr.active_mtu, u32::from(far.mtu));
         if own != theirs {
@@ -313,15 +312,15 @@ pub(super) fn announce(what: &str, device: &str, qps: &QpSet, ports: &[Arc<Port>
             .map(|(p, f)| crate::topology::port::mtu_bytes(p.attr.active_mtu.min(u32::from(f.mtu))).to_string())
             .collect::<Vec<_>>()
             .join("/");
-        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu));
         tracing::info!(
             target: "init",
-            "{what} on {device} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, takes {} ({}); {}",
+            "{what} on {} with peer {}: {} rail(s) x {} QP(s), MTU {mtu}, takes {} ({}); {}",
+            device.name.to_string_lossy(),
             peer.who,
             lanes.rails,
             lanes.qps,
-            gpu.ways(),
-            gpu.choice().rule,
+            device.gpu.ways(),
+            device.gpu.choice().rule,
             routes.join("; "),
         );
     }
@@ -333,7 +332,6 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
     let ports = draft.ports();
     let routes = draft.routes(&answer.rails);
     let qps = Arc::new(draft.finish(|_| None)?);
-    let alert = Arc::new(Alert::default());
     announce("sending", &device, &qps, &ports, answer, &routes);
     // SAFETY: the pages are mapped, page aligned, large enough for the rails agreed on (no more than offered), and dropped
     // after the sender.
@@ -357,20 +355,21 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
             inline,
         }),
     });
-    let base = base(channel, alert, qps, ports, routes, answer.who.clone(), config)?;
+    let base = base(channel, &device, qps, ports, routes, answer.who.clone(), config)?;
     Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
 }
 
 /// What both directions need beside their data path.
 pub(super) fn base(
     channel: Channel,
-    alert: Arc<Alert>,
+    device: &Device,
     qps: Arc<QpSet>,
     ports: Vec<Arc<Port>>,
     routes: Vec<String>,
     peer: Who,
     config: &Config,
 ) -> Result<Base, NetError> {
+    let alert = Arc::new(Alert::default());
     // Devices number their QPs each for itself.
     for (rail, port) in ports.iter().enumerate() {
         port.events.remember(port.num, qps.qp_nums(rail), &alert);
@@ -393,7 +392,7 @@ pub(super) fn base(
     }
     Ok(Base {
         _connected: ports.iter().map(|port| port.registrar.connected()).collect(),
-        paths: Paths::new(&ports, config, stall::copies_limit(config, limit)),
+        paths: Paths::new(&device.gpu, config, stall::copies_limit(config, limit)),
         alert,
         qps,
         ports,

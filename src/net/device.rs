@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::memory::Registrar;
+use crate::memory::path::Neighbour;
 use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::function::Function;
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
@@ -151,8 +152,10 @@ pub struct Device {
     pub plane: Option<i16>,
     /// The devices that it is fused of, by NCCL's index; empty where it is one of its own.
     pub parts: Vec<c_int>,
-    /// Ways to GPU memory that all rails have.
-    pub(super) gpu: GpuMemory,
+    /// Ways to GPU memory that all rails have, and what was chosen, as NCCL was told.
+    pub(super) gpu: Arc<GpuMemory>,
+    /// The GPUs, as its first rail sees them.
+    near: Arc<[Neighbour]>,
     pub(super) rails: Vec<Arc<Port>>,
 }
 
@@ -189,7 +192,8 @@ impl Device {
             rail: None,
             plane: None,
             parts: Vec::new(),
-            gpu: GpuMemory::none("there is no device"),
+            gpu: Arc::new(GpuMemory::none("there is no device")),
+            near: Arc::default(),
             rails: Vec::new(),
         }
     }
@@ -222,7 +226,8 @@ impl Device {
             rail: same(parts.iter().map(|(_, d)| d.rail)),
             plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
             parts: parts.iter().map(|&(dev, _)| dev).collect(),
-            gpu: GpuMemory::common(parts.iter().map(|(_, d)| &d.gpu)),
+            gpu: Arc::new(GpuMemory::common(parts.iter().map(|(_, d)| &*d.gpu), &first.near)),
+            near: Arc::clone(&first.near),
             rails,
         })
     }
@@ -245,7 +250,7 @@ impl Device {
 
     /// The same in words, with what opens the ways that are closed.
     pub fn memory(&self) -> impl fmt::Display {
-        &self.gpu
+        &*self.gpu
     }
 }
 
@@ -321,6 +326,10 @@ pub fn discover(config: &Config) -> Discovery {
     let candidates = look(config, &mut found);
     found.survey.end();
     found.warnings.extend(found.survey.refused.clone());
+    for port in candidates.iter().map(|c| &c.port) {
+        let near = found.survey.neighbours(&port.name);
+        found.survey.describe(&port.name, &port.gpu.clone().near(&near));
+    }
     form_devices(candidates, config, &mut found);
     found
 }
@@ -468,8 +477,8 @@ fn look_at(
                     let path = pci::function_path(&config.sysroot, context.ibdev_path());
                     let place = path.and_then(|path| Function::at(&config.sysroot, &path));
                     let gpu = GpuMemory::probe(&pd, config);
-                    let near = survey.add(survey::nic(&name, &attr, &gpu, place));
-                    parts = Some((Registrar::new(&pd, relaxed), events, gpu.near(near)));
+                    survey.add(survey::nic(&name, &attr, &gpu, place));
+                    parts = Some((Registrar::new(&pd, relaxed), events, gpu));
                 }
                 Err(e) => {
                     leave(full, e.to_string(), true);
@@ -544,6 +553,7 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
         }
         let Ok(name) = CString::new(group.name) else { continue };
         let port = c_int::from(first.port.num) + numbers.next(first.pci_path.as_deref());
+        let near = found.survey.neighbours(&first.port.name);
         let max_qp = members.iter().map(|m| m.attr.max_qp).min().unwrap_or(0);
         found.devices.push(Device {
             name,
@@ -556,7 +566,8 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
             rail: same(members.iter().map(|m| m.rail)),
             plane: plane_of(&members.iter().map(|m| m.plane).collect::<Vec<_>>()),
             parts: Vec::new(),
-            gpu: GpuMemory::common(members.iter().map(|m| &m.port.gpu)),
+            gpu: Arc::new(GpuMemory::common(members.iter().map(|m| &m.port.gpu), &near)),
+            near,
             rails: members.iter().map(|m| Arc::clone(&m.port)).collect(),
         });
     }

@@ -28,11 +28,12 @@ pub(super) struct GpuMemory {
     wish: GpuPath,
     /// A way that was asked for and is closed is an error.
     strict: bool,
-    /// The GPUs, as the (first) device sees them.
-    near: Arc<[Neighbour]>,
+    /// Of each GPU, as the first device sees them.
+    choices: Arc<Choices>,
 }
 
 impl GpuMemory {
+    /// So far of no GPU.
     pub(super) fn probe(pd: &Arc<Pd>, config: &Config) -> Self {
         Self {
             peermem: peer_memory(config),
@@ -40,18 +41,15 @@ impl GpuMemory {
             staging: staging(config),
             wish: config.gpu_path,
             strict: config.strict,
-            near: Arc::default(),
+            choices: Arc::default(),
         }
+        .near(&[])
     }
 
     /// With what is known of GPUs.
-    pub(super) fn near(self, near: Arc<[Neighbour]>) -> Self {
-        let known = Self { near, ..self };
-        let choice = known.choice();
-        // A profile may have chosen it.
-        let chosen = choice.gpu_memory && !choice.gdr;
-        let staging = known.staging.clone().and_then(|()| if chosen { gpu::available() } else { Ok(()) });
-        Self { staging, ..known }
+    pub(super) fn near(self, near: &[Neighbour]) -> Self {
+        let choices = Choices::decide(self.wish, &self.open(), near);
+        Self { choices: Arc::new(choices), ..self }
     }
 
     /// Whether memory may be staged: also where that was not chosen, but what was chosen failed.
@@ -67,19 +65,20 @@ impl GpuMemory {
             staging: closed(),
             wish: GpuPath::Auto,
             strict: false,
-            near: Arc::default(),
+            choices: Arc::default(),
         }
+        .near(&[])
     }
 
-    /// What devices that are used together have in common.
-    pub(super) fn common<'a>(members: impl IntoIterator<Item = &'a Self>) -> Self {
+    /// What devices that are used together have in common, with the GPUs as the first of them sees them.
+    pub(super) fn common<'a>(members: impl IntoIterator<Item = &'a Self>, near: &[Neighbour]) -> Self {
         let both = |a: Self, b: Self| Self {
             peermem: a.peermem.and(b.peermem),
             dmabuf: a.dmabuf.and(b.dmabuf),
             staging: a.staging.and(b.staging),
             ..a
         };
-        members.into_iter().cloned().reduce(both).unwrap_or_else(|| Self::none("there is no device"))
+        members.into_iter().cloned().reduce(both).unwrap_or_else(|| Self::none("there is no device")).near(near)
     }
 
     /// The open ways by name, in the order in which they are tried.
@@ -89,13 +88,13 @@ impl GpuMemory {
     }
 
     /// The way that data of each GPU take.
-    pub(super) fn choices(&self) -> Choices {
-        Choices::decide(self.wish, &self.open(), &self.near)
+    pub(super) fn choices(&self) -> &Arc<Choices> {
+        &self.choices
     }
 
     /// What NCCL is told.
-    pub(super) fn choice(&self) -> Choice {
-        self.choices().nic().clone()
+    pub(super) fn choice(&self) -> &Choice {
+        self.choices.nic()
     }
 
     /// Someone expects otherwise: a peer memory driver is there, yet every byte goes through host memory; or a way was asked
@@ -103,12 +102,16 @@ impl GpuMemory {
     pub(super) fn is_a_surprise(&self, config: &Config) -> bool {
         let loaded = || peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
         match self.wish {
-            GpuPath::Auto if self.choice().gpu_memory => !self.any() && self.staging.is_err(),
-            GpuPath::Auto => !self.any() && config.peermem == PeerMemory::Auto && loaded(),
-            GpuPath::Gdr => !self.any(),
+            GpuPath::Auto => !self.choice().gpu_memory && !self.any() && config.peermem == PeerMemory::Auto && loaded(),
             GpuPath::Staging => self.staging.is_err(),
-            GpuPath::Host => false,
+            // Of what is forced and closed the survey tells.
+            GpuPath::Gdr | GpuPath::Host => false,
         }
+    }
+
+    /// GPUDirect may not be done without, and is not open.
+    fn must_fail(&self) -> bool {
+        self.strict && self.wish == GpuPath::Gdr && !self.any()
     }
 
     /// Whether a NIC reaches GPU memory.
@@ -122,7 +125,7 @@ impl GpuMemory {
         let (peermem, dmabuf) = (choice.gdr && self.peermem.is_ok(), choice.gdr && self.dmabuf.is_ok());
         // Refused at registration, where the reason is told, if it may not be done without.
         let staging = choice.gpu_memory && !choice.gdr && (self.staging.is_ok() || self.strict);
-        let cuda = if peermem || staging { NCCL_PTR_CUDA } else { 0 };
+        let cuda = if peermem || staging || self.must_fail() { NCCL_PTR_CUDA } else { 0 };
         let dmabuf = if dmabuf { NCCL_PTR_DMABUF } else { 0 };
         (NCCL_PTR_HOST | cuda | dmabuf).cast_signed()
     }
@@ -148,7 +151,9 @@ impl fmt::Display for GpuMemory {
         if staged && self.staging.is_ok() {
             return write!(f, " ({})", choice.rule);
         }
-        if !choice.gdr {
+        if self.must_fail() {
+            f.write_str(", and GPU memory is an error (NCCL_NET_RDMA_STRICT)")?;
+        } else if !choice.gdr {
             f.write_str(" only: NCCL copies GPU data through it")?;
         }
         // Not for want of a way.
@@ -192,15 +197,15 @@ impl Copier for Lane {
     }
 }
 
+/// Why nothing is staged for an NCCL that is too old, or was told to be silent.
+pub(super) const NO_FLAGS: &str = "NCCL does not tell which receives have flags among their data, as LL128's have, of which a \
+     copy may show before the data do: staging takes NCCL 2.24 or newer (version 9 of the plugin interface) without \
+     NCCL_NET_OPTIONAL_RECV_COMPLETION=0";
+
 /// Whether staging is possible, as far as can be said before it is asked for.
 fn staging(config: &Config) -> Way {
     if !config.tells_flags {
-        return Err(
-            "NCCL does not tell which receives have flags among their data, as LL128's have, of which a copy may show \
-                    before the data do: staging takes NCCL 2.24 or newer (version 9 of the plugin interface) without \
-                    NCCL_NET_OPTIONAL_RECV_COMPLETION=0"
-                .to_owned(),
-        );
+        return Err(NO_FLAGS.to_owned());
     }
     if config.gpu_path == GpuPath::Staging { gpu::available() } else { Ok(()) }
 }
@@ -229,6 +234,8 @@ fn no_dmabuf(why: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::memory::Memory;
+    use crate::net::tests::{connection, engine};
 
     fn ways(peermem: bool, dmabuf: bool, name: &str) -> GpuMemory {
         let way = |open: bool| if open { Ok(()) } else { Err(name.to_owned()) };
@@ -238,8 +245,9 @@ mod tests {
             staging: way(true),
             wish: GpuPath::Auto,
             strict: false,
-            near: Arc::default(),
+            choices: Arc::default(),
         }
+        .near(&[])
     }
 
     /// The flags of LL128 may be copied before their data.
@@ -253,27 +261,56 @@ mod tests {
 
     #[test]
     fn what_was_asked_for_decides() {
-        let wish = |wish, staging: bool, strict| GpuMemory {
-            staging: if staging { Ok(()) } else { Err("no driver".to_owned()) },
-            wish,
-            strict,
-            ..ways(true, true, "")
+        let wish = |wish, staging: bool, strict| {
+            GpuMemory {
+                staging: if staging { Ok(()) } else { Err("no driver".to_owned()) },
+                wish,
+                strict,
+                ..ways(true, true, "")
+            }
+            .near(&[])
         };
         assert_eq!(wish(GpuPath::Host, true, false).ptr_support(), 1);
         assert_eq!(wish(GpuPath::Gdr, true, false).ptr_support(), 7);
         assert_eq!(wish(GpuPath::Staging, true, false).ptr_support(), 3);
         assert_eq!(wish(GpuPath::Staging, false, false).ptr_support(), 1);
         assert_eq!(wish(GpuPath::Staging, false, true).ptr_support(), 3, "the registration says why");
+        let closed = |strict| GpuMemory { wish: GpuPath::Gdr, strict, ..ways(false, false, "why") }.near(&[]);
+        assert_eq!((closed(true).ptr_support(), closed(false).ptr_support()), (3, 1), "the registration says why");
+        let text = closed(true).to_string();
+        assert!(text.contains("is an error (NCCL_NET_RDMA_STRICT)") && text.contains("no dma-buf: why"), "{text}");
         let text = wish(GpuPath::Staging, false, false).to_string();
         assert!(text.contains("host memory only") && text.contains("no staging: no driver"), "{text}");
         let text = wish(GpuPath::Host, true, false).to_string();
         assert!(text.contains("NCCL_NET_RDMA_GPU_PATH=host"), "{text}");
     }
 
+    /// Whatever the order in which the peer has its rails.
+    #[test]
+    fn connections_go_by_what_nccl_was_told() {
+        let engine = engine(&[]);
+        let (send, recv) = connection(&engine);
+        let device = engine.device(0).expect("found");
+        for comm in [&send, &recv] {
+            assert!(Arc::ptr_eq(&comm.base().paths.choices, device.gpu.choices()));
+        }
+    }
+
+    /// NCCL, which is told so, does not go on over host memory.
+    #[test]
+    fn gpudirect_that_is_forced_and_strict_fails_with_the_reason() {
+        let engine = engine(&[("NCCL_NET_RDMA_GPU_PATH", "gdr"), ("NCCL_NET_RDMA_STRICT", "1")]);
+        assert_eq!(engine.device(0).expect("found").ptr_support(), 3);
+        let (send, _recv) = connection(&engine);
+        // SAFETY: nothing is registered.
+        let refused = unsafe { send.register(0x1000, 4096, Memory::Gpu) }.expect_err("closed").text;
+        assert!(refused.contains("can't register GPU memory") && refused.contains("nvidia_peermem"), "{refused}");
+    }
+
     #[test]
     fn what_one_member_lacks_the_group_lacks() {
         let (all, first, second) = (ways(true, true, ""), ways(true, false, "x"), ways(false, true, "y"));
-        let common = |members: &[&GpuMemory]| GpuMemory::common(members.iter().copied());
+        let common = |members: &[&GpuMemory]| GpuMemory::common(members.iter().copied(), &[]);
         assert_eq!(common(&[&all, &all]).ptr_support(), 7);
         assert_eq!(common(&[&all, &first]).ptr_support(), 3);
         assert_eq!(common(&[&second, &all]).ptr_support(), 5);

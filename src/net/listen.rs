@@ -14,14 +14,12 @@ use crate::transfer::credit::{CreditRing, Stride};
 use crate::transfer::{Profiler, QpSet, Receiver, ReceiverParts};
 use crate::verbs::{Access, Mr, Qp, Rts};
 
-use super::alert::Alert;
 use super::comm::{Comm, RecvComm};
 use super::connect::{
     COUNT_LINE, announce, base, lost, ourselves, receive, refuse, refuse_with, register_own, too_late,
 };
 use super::device::{Device, Port};
 use super::endpoint::{COUNT_BYTES, Draft, Role, max_write};
-use super::gpu::GpuMemory;
 use super::hello::{Hello, kind};
 use super::{Code, NetError, control};
 
@@ -34,7 +32,7 @@ type Pairs = Vec<(u8, u8)>;
 pub struct Accepting {
     listener: Listener,
     rails: Vec<Arc<Port>>,
-    device: String,
+    device: Arc<Device>,
     profiler: Option<Arc<dyn Profiler>>,
     peers: Vec<Pending>,
 }
@@ -88,7 +86,7 @@ enum Step {
 
 impl Accepting {
     pub(super) fn listen(
-        device: &Device,
+        device: &Arc<Device>,
         profiler: Option<Arc<dyn Profiler>>,
         config: &Config,
     ) -> Result<(Box<Self>, [u8; HANDLE_BYTES]), NetError> {
@@ -101,13 +99,8 @@ impl Accepting {
         let address = SocketAddr::new(choice.addr, 0);
         let (listener, handle) = Listener::bind(address, config.port_range.clone(), Limits::default())
             .map_err(|e| NetError::new(Code::System, format!("{e}; on interface {}", choice.name)))?;
-        let accepting = Self {
-            listener,
-            rails: device.rails.clone(),
-            device: device.name.to_string_lossy().into_owned(),
-            profiler,
-            peers: Vec::new(),
-        };
+        let accepting =
+            Self { listener, rails: device.rails.clone(), device: Arc::clone(device), profiler, peers: Vec::new() };
         Ok((Box::new(accepting), handle.encode()))
     }
 
@@ -147,7 +140,7 @@ impl Accepting {
 }
 
 impl Pending {
-    fn step(mut self, rails: &[Arc<Port>], device: &str, config: &Config, now: Instant) -> Result<Step, NetError> {
+    fn step(mut self, rails: &[Arc<Port>], device: &Device, config: &Config, now: Instant) -> Result<Step, NetError> {
         let late = now.saturating_duration_since(self.since) > config.connect_timeout;
         let give_up = |channel: &mut Channel, what: &str| {
             let peer = channel.peer_addr().to_string();
@@ -179,8 +172,9 @@ impl Pending {
                         }
                         Poll::Ready(Err(e)) => return Err(refuse_with(&mut self.channel, e)),
                         Poll::Ready(Ok(())) => {
-                            let ground = Ground::lay(&draft, offer.hints && config.recv_hint, config)
-                                .map_err(|e| refuse_with(&mut self.channel, e))?;
+                            let ground =
+                                Ground::lay(&draft, device.gpu.choice().gdr, offer.hints && config.recv_hint, config)
+                                    .map_err(|e| refuse_with(&mut self.channel, e))?;
                             let answer = Hello {
                                 who: ourselves(),
                                 class: offer.class,
@@ -292,7 +286,8 @@ fn small(rail: usize) -> u8 {
 }
 
 impl Ground {
-    fn lay(draft: &Draft, hints: bool, config: &Config) -> Result<Self, NetError> {
+    /// With `gdr` a NIC may write to GPU memory.
+    fn lay(draft: &Draft, gdr: bool, hints: bool, config: &Config) -> Result<Self, NetError> {
         let ports = draft.ports();
         let pages =
             |bytes| Pages::map(bytes).map_err(|e| NetError::new(Code::System, format!("memory for a connection: {e}")));
@@ -308,8 +303,7 @@ impl Ground {
         let mut loopbacks = Vec::new();
         let mut landing = None;
         // Where no NIC writes to GPU memory, nothing needs a flush.
-        let gpu = GpuMemory::common(ports.iter().map(|p| &p.gpu)).choice().gdr;
-        if (gpu || config.force_flush) && !config.gdr_flush_disable {
+        if (gdr || config.force_flush) && !config.gdr_flush_disable {
             let page = pages(64)?;
             let mut mrs = Vec::with_capacity(ports.len());
             for (rail, port) in ports.iter().enumerate() {
@@ -336,7 +330,7 @@ fn finish(
     draft: Draft,
     ground: Ground,
     offer: &Hello,
-    device: &str,
+    device: &Device,
     config: &Config,
 ) -> Result<Box<Comm>, NetError> {
     let Ground { shadow, count, landing, mut loopbacks } = ground;
@@ -345,7 +339,6 @@ fn finish(
     let max_inline = draft.max_inline();
     let qps = draft.finish(|rail| loopbacks.get_mut(rail).and_then(Option::take))?;
     let qps = Arc::new(qps);
-    let alert = Arc::new(Alert::default());
     announce("receiving", device, &qps, &ports, offer, &routes);
     // SAFETY: the pages are mapped, page aligned, and dropped after the receiver.
     let ring = unsafe { CreditRing::new(shadow.1.base(), Stride::for_rails(ports.len())) };
@@ -363,7 +356,7 @@ fn finish(
         count: count.as_ref().map(|_| word),
         can_flush: landing.is_some(),
     });
-    let base = base(channel, alert, qps, ports, routes, offer.who.clone(), config)?;
+    let base = base(channel, device, qps, ports, routes, offer.who.clone(), config)?;
     Ok(Box::new(Comm::Recv(RecvComm {
         hot: UnsafeCell::new(receiver),
         profile: UnsafeCell::new(None),

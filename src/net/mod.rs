@@ -158,13 +158,22 @@ impl Engine {
         for left in &found.left_out {
             tracing::info!(target: "init", "left out {left}");
         }
+        // Of one cause there is one warning, however many devices have it.
+        let mut surprises: Vec<(String, Vec<String>)> = Vec::new();
         for (i, device) in found.devices.iter().enumerate() {
             tracing::info!(target: "init", "device {i}: {device}");
-            if device.stages_by_surprise(&config) {
-                tracing::warn!(target: "init", "device {i} takes {}", device.memory());
+            let memory = device.memory().to_string();
+            if !device.stages_by_surprise(&config) {
+                tracing::info!(target: "init", "device {i} takes {memory}");
+            } else if let Some((_, devices)) = surprises.iter_mut().find(|(text, _)| *text == memory) {
+                devices.push(i.to_string());
             } else {
-                tracing::info!(target: "init", "device {i} takes {}", device.memory());
+                surprises.push((memory, vec![i.to_string()]));
             }
+        }
+        for (memory, devices) in surprises {
+            let (s, takes) = if devices.len() == 1 { ("", "takes") } else { ("s", "take") };
+            tracing::warn!(target: "init", "device{s} {} {takes} {memory}", devices.join(", "));
         }
         if found.devices.is_empty() {
             let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();
@@ -176,13 +185,17 @@ impl Engine {
             };
             tracing::warn!(target: "init", "no RDMA device can be used{why}; {then}");
         }
-        for line in found.survey.lines() {
-            tracing::info!(target: "init", "{line}");
+        if tracing::enabled!(target: "init", tracing::Level::INFO) {
+            for line in found.survey.lines() {
+                tracing::info!(target: "init", "{line}");
+            }
         }
-        for finding in found.survey.findings() {
-            match finding.severity {
-                Severity::Warning => tracing::warn!(target: "init", "{finding}"),
-                Severity::Note => tracing::info!(target: "init", "{finding}"),
+        if tracing::enabled!(target: "init", tracing::Level::WARN) {
+            for finding in found.survey.findings() {
+                match finding.severity {
+                    Severity::Warning => tracing::warn!(target: "init", "{finding}"),
+                    Severity::Note => tracing::info!(target: "init", "{finding}"),
+                }
             }
         }
         let mut devices = found.devices;

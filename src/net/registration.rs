@@ -32,7 +32,8 @@ use super::{Code, NetError};
 /// The ways of GPU memory on one connection.
 #[derive(Debug)]
 pub(super) struct Paths {
-    choices: Choices,
+    /// The device's, as NCCL was told.
+    pub(super) choices: Arc<Choices>,
     /// A way that is given up is an error.
     strict: bool,
     /// Most bytes of a registration that is staged.
@@ -47,9 +48,9 @@ pub(super) struct Paths {
 }
 
 impl Paths {
-    pub(super) fn new(ports: &[Arc<Port>], config: &Config, patience: Option<Duration>) -> Self {
+    pub(super) fn new(gpu: &GpuMemory, config: &Config, patience: Option<Duration>) -> Self {
         Self {
-            choices: GpuMemory::common(ports.iter().map(|p| &p.gpu)).choices(),
+            choices: Arc::clone(gpu.choices()),
             strict: config.strict,
             most: config.staging_max.min(staging::LARGEST),
             total: config.staging_total,

@@ -7,13 +7,15 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use crate::config::{Config, GpuPath};
-use crate::memory::path::{Choice, Choices, Neighbour};
+use crate::memory;
+use crate::memory::path::{Choice, Choices, Neighbour, Sizes};
 use crate::memory::profile::{self, Adapter, Profile};
+use crate::topology::distance::Distance;
 use crate::topology::function::Function;
-use crate::topology::report::{Finding, Nic, Pair, Report, Severity, Use};
+use crate::topology::report::{Finding, Gpu, Nic, Pair, Report, Severity, Use};
 use crate::verbs::DeviceAttr;
 
-use super::gpu::GpuMemory;
+use super::gpu::{self, GpuMemory};
 
 /// soft-hca names itself so in the place of its firmware.
 const SOFT_HCA: &str = "soft-hca";
@@ -23,9 +25,20 @@ pub struct Survey {
     pub report: Report,
     wish: GpuPath,
     relaxed_ordering: bool,
+    /// `NCCL_NET_GDR_LEVEL`
+    gdr_level: Option<String>,
     profile: Option<(PathBuf, Profile)>,
     /// Why the profile that the user names is not used.
     pub refused: Option<String>,
+    /// Whether memory of the GPU at a bus id can be staged; or why not.
+    staging: fn(&str) -> Result<(), String>,
+}
+
+/// A NIC, the GPUs as it sees them, and their ways.
+struct Seen<'a> {
+    nic: &'a Nic,
+    near: Arc<[Neighbour]>,
+    choices: Choices,
 }
 
 /// The way of a pair, as JSON.
@@ -53,8 +66,9 @@ pub(super) fn nic(name: &str, attr: &DeviceAttr, gpu: &GpuMemory, place: Option<
         model: profile::nic_model(attr.vendor_id, attr.vendor_part_id),
         firmware: attr.firmware.clone(),
         port_gbps: 0.0,
+        ports: 0,
         open: gpu.open(),
-        memory: gpu.to_string(),
+        memory: String::new(),
         bus_id: None,
         numa_node: None,
         link: None,
@@ -82,80 +96,157 @@ impl Survey {
             report: Report::look(&config.sysroot),
             wish: config.gpu_path,
             relaxed_ordering: config.ib_pci_relaxed_ordering != 0,
+            gdr_level: config.gdr_level.clone(),
             profile,
             refused,
+            staging: if config.tells_flags { memory::gpu::available_at } else { |_| Err(gpu::NO_FLAGS.to_owned()) },
         }
     }
 
-    /// Adds a NIC; the GPUs as it sees them.
-    pub(super) fn add(&mut self, nic: Nic) -> Arc<[Neighbour]> {
-        let name = nic.name.clone();
+    pub(super) fn add(&mut self, nic: Nic) {
         self.report.add(nic);
-        self.neighbours(&name)
     }
 
     /// Adds a usable port to the NIC that was added last.
     pub(super) fn add_port(&mut self, gbps: f64) {
         if let Some(nic) = self.report.nics.last_mut() {
             nic.port_gbps += gbps;
+            nic.ports += 1;
         }
     }
 
-    /// All NICs were added.
+    /// All NICs and ports were added.
     pub(super) fn end(&mut self) {
-        let fits = |pair: &Pair| self.neighbours(&pair.nic).iter().any(|n| n.profile.is_some());
         let Some((file, profile)) = &self.profile else { return };
-        if !self.report.pairs.iter().any(fits) {
+        let known =
+            |nic: &Nic| self.report.pairs_of(&nic.name).any(|(pair, gpu)| self.measured(nic, pair, gpu).is_some());
+        if !self.report.nics.iter().any(known) {
             self.refused = Some(not_of_here(file, profile, &self.report));
             self.profile = None;
         }
     }
 
-    fn neighbours(&self, nic: &str) -> Arc<[Neighbour]> {
-        let Some(found) = self.report.nic(nic) else { return Arc::default() };
-        let measured = |pair: &Pair, gpu: &str| {
-            let (file, profile) = self.profile.as_ref().filter(|(_, p)| p.adapter == adapter(found))?;
-            Some(Arc::new((file.clone(), profile.pair(&found.model, gpu, pair.distance)?.clone())))
-        };
-        self.report
-            .pairs_of(nic)
-            .map(|(pair, gpu)| Neighbour {
+    /// Says by which ways a NIC takes GPU memory.
+    pub(super) fn describe(&mut self, nic: &str, memory: &GpuMemory) {
+        if let Some(nic) = self.report.nics.iter_mut().find(|n| n.name == nic) {
+            nic.memory = memory.to_string();
+        }
+    }
+
+    /// What a profile says of such a pair, or why it is not meant. None: it says nothing.
+    fn measured(&self, nic: &Nic, pair: &Pair, gpu: &Gpu) -> Option<Result<&profile::Pair, String>> {
+        let (_, profile) = self.profile.as_ref().filter(|(_, p)| p.adapter == adapter(nic))?;
+        let there = profile.pair(&nic.model, &gpu.name, pair.distance)?;
+        let speed = nic.port_gbps / f64::from(nic.ports.max(1));
+        let link = profile::links(nic.link, gpu.link);
+        Some(match &there.nic.port_gbps {
+            _ if pair.distance == Distance::Unknown && profile.adapter == Adapter::Hardware => {
+                Err("it can't be seen how far apart they are, so nothing that was measured can be meant".to_owned())
+            }
+            gbps if (gbps - speed).abs() > speed * 0.05 => {
+                Err(format!("it was measured with a port of {gbps} Gb/s, and this one has {speed}"))
+            }
+            _ if !there.link.is_empty() && !link.is_empty() && there.link != link => {
+                Err(format!("it was measured over other links ({}; here {link})", profile::shown(&there.link)))
+            }
+            _ => Ok(there),
+        })
+    }
+
+    /// The GPUs as a NIC sees them.
+    pub(super) fn neighbours(&self, nic: &str) -> Arc<[Neighbour]> {
+        let Some(nic) = self.report.nic(nic) else { return Arc::default() };
+        let neighbour = |(pair, gpu): (&Pair, &Gpu)| {
+            let measured = self.measured(nic, pair, gpu).and_then(Result::ok);
+            let staged = measured.is_some_and(|p| p.staged() != Sizes::NONE) && !gpu.hidden;
+            let file = self.profile.as_ref().map(|(file, _)| file);
+            Neighbour {
                 bus_id: gpu.bus_id.clone(),
+                model: gpu.name.clone(),
+                hidden: gpu.hidden,
                 distance: pair.distance,
-                profile: measured(pair, &gpu.name),
-            })
-            .collect()
+                profile: file.zip(measured).map(|(file, pair)| Arc::new((file.clone(), pair.clone()))),
+                staging: if staged { (self.staging)(&gpu.bus_id) } else { Ok(()) },
+            }
+        };
+        self.report.pairs_of(&nic.name).map(neighbour).collect()
     }
 
-    fn of_pair(&self, pair: &Pair) -> Choice {
-        let open = self.report.nic(&pair.nic).map_or(&[][..], |nic| &nic.open);
-        Choices::decide(self.wish, open, &self.neighbours(&pair.nic)).gpu(&pair.gpu).clone()
+    fn seen<'a>(&'a self) -> Vec<Seen<'a>> {
+        let seen = |nic: &'a Nic| {
+            let near = self.neighbours(&nic.name);
+            Seen { nic, choices: Choices::decide(self.wish, &nic.open, &near), near }
+        };
+        self.report.nics.iter().map(seen).collect()
     }
 
-    /// What a person should know.
+    /// What a person should know, a cause at a time.
     pub fn findings(&self) -> Vec<Finding> {
-        let forced = self.wish == GpuPath::Gdr;
-        let how = Use { gdr: |p: &Pair| self.of_pair(p).gdr, forced, relaxed_ordering: self.relaxed_ordering };
-        let mut all = self.report.findings(&how);
+        let seen = self.seen();
+        let gdr = |p: &Pair| of_pair(&seen, p).is_some_and(|choice| choice.gdr);
+        let mut all = self.report.findings(&Use { gdr, relaxed_ordering: self.relaxed_ordering });
         let mut add = |severity, about: &str, text| all.push(Finding { severity, about: about.to_owned(), text });
-        for nic in self.report.nics.iter().filter(|nic| forced && nic.open.is_empty()) {
+        for nic in self.report.nics.iter().filter(|nic| self.wish == GpuPath::Gdr && nic.open.is_empty()) {
             let text = format!("NCCL_NET_RDMA_GPU_PATH=gdr is set, and GPUDirect is not open: {}", nic.memory);
             add(Severity::Warning, &nic.name, text);
         }
-        for nic in &self.report.nics {
-            for neighbour in self.neighbours(&nic.name).iter() {
+        for Seen { nic, near, .. } in &seen {
+            for ((pair, gpu), neighbour) in self.report.pairs_of(&nic.name).zip(near.iter()).filter(|(_, n)| !n.hidden)
+            {
+                let about = format!("{} and GPU {}", nic.name, gpu.bus_id);
+                if let Some(Err(why)) = self.measured(nic, pair, gpu) {
+                    add(Severity::Warning, &about, format!("the profile is not followed: {why}"));
+                }
+                if let Some(why) = neighbour.known(&nic.open).differs_from_profile() {
+                    add(Severity::Warning, &about, format!("the profile is not followed: {why}"));
+                }
                 if let Some(told) = neighbour.profile.as_ref().and_then(|p| p.1.not_followed()) {
-                    add(Severity::Note, &format!("{} and GPU {}", nic.name, neighbour.bus_id), told);
+                    add(Severity::Note, &about, told);
                 }
             }
         }
-        all
+        for gpu in self.report.gpus.iter().filter(|gpu| !gpu.hidden) {
+            if let Some(text) = self.beyond_the_level(&seen, gpu) {
+                add(Severity::Warning, &format!("GPU {}", gpu.bus_id), text);
+            }
+        }
+        merged(all)
+    }
+
+    /// A way of GPU memory is forced for a GPU whose NICs are all further away than where NCCL uses one, or than is good.
+    fn beyond_the_level(&self, seen: &[Seen<'_>], gpu: &Gpu) -> Option<String> {
+        let pairs = || self.report.pairs.iter().filter(|p| p.gpu == gpu.bus_id);
+        let nearest = pairs().map(|p| p.distance).min().filter(|distance| !distance.is_near())?;
+        let (set, way) = match self.wish {
+            GpuPath::Gdr => ("gdr", "GPUDirect"),
+            GpuPath::Staging => ("staging", "staging"),
+            GpuPath::Auto | GpuPath::Host => return None,
+        };
+        if !pairs().any(|p| of_pair(seen, p).is_some_and(|choice| choice.gpu_memory)) {
+            return None;
+        }
+        let level = self.gdr_level.as_deref();
+        if !reaches(level, nearest) {
+            let level =
+                level.map_or_else(|| "by default".to_owned(), |level| format!("with NCCL_NET_GDR_LEVEL={level}"));
+            return Some(format!(
+                "its nearest NIC is {nearest} apart and NCCL_NET_RDMA_GPU_PATH={set} is set, but {level} NCCL gives a NIC no GPU \
+                 memory from so far: NCCL_NET_GDR_LEVEL=SYS lets it"
+            ));
+        }
+        (self.wish == GpuPath::Gdr && nearest == Distance::Sys).then(|| {
+            format!(
+                "its nearest NIC is SYS apart and NCCL_NET_RDMA_GPU_PATH={set} is set: what goes between CPUs is often slower by \
+                 {way} than through host memory"
+            )
+        })
     }
 
     /// For `nccl-rdma devices --json`.
     pub fn shown(&self) -> Shown<'_> {
-        let chosen =
-            |pair: &Pair| Chosen { nic: pair.nic.clone(), gpu: pair.gpu.clone(), path: self.of_pair(pair).to_string() };
+        let seen = self.seen();
+        let path = |pair: &Pair| of_pair(&seen, pair).map(ToString::to_string).unwrap_or_default();
+        let chosen = |pair: &Pair| Chosen { nic: pair.nic.clone(), gpu: pair.gpu.clone(), path: path(pair) };
         Shown {
             report: &self.report,
             paths: self.report.pairs.iter().map(chosen).collect(),
@@ -166,14 +257,55 @@ impl Survey {
 
     /// For people: NICs, GPUs, and each pair with its way.
     pub fn lines(&self) -> Vec<String> {
+        let seen = self.seen();
         let driver = self.report.gpu_driver.iter().map(|d| format!("GPU driver: {}", d.version));
+        let none = self.report.gpus.is_empty().then(|| "no GPU is visible in sysfs".to_owned());
         let nics = self.report.nics.iter().map(ToString::to_string);
         let gpus = self.report.gpus.iter().map(ToString::to_string);
-        let pairs = self.report.pairs.iter().map(|pair| format!("{pair}: {}", self.of_pair(pair)));
-        nics.chain(driver).chain(gpus).chain(pairs).collect()
+        let pair = |pair| Some(format!("{pair}: {}", of_pair(&seen, pair)?));
+        nics.chain(driver).chain(none).chain(gpus).chain(self.report.pairs.iter().filter_map(pair)).collect()
     }
 }
 
+fn of_pair<'a>(seen: &'a [Seen<'_>], pair: &Pair) -> Option<&'a Choice> {
+    Some(seen.iter().find(|s| s.nic.name == pair.nic)?.choices.gpu(&pair.gpu))
+}
+
+/// Whether NCCL gives a NIC memory of GPUs so far away, with this value of `NCCL_NET_GDR_LEVEL`: a word, or the numbers of old.
+fn reaches(level: Option<&str>, distance: Distance) -> bool {
+    let most = match level {
+        Some("SYS" | "4" | "5") => Distance::Unknown,
+        // To NCCL the host bridges of one CPU are one.
+        Some("PHB" | "3") => Distance::Node,
+        Some("PIX" | "1") => Distance::Pix,
+        Some("LOC" | "0") => return false,
+        _ => Distance::Pxb,
+    };
+    distance <= most
+}
+
+/// Findings with the same text, once, with all whom they are about.
+fn merged(all: Vec<Finding>) -> Vec<Finding> {
+    let mut once: Vec<(Finding, usize)> = Vec::new();
+    for finding in all {
+        match once.iter_mut().find(|(f, _)| f.severity == finding.severity && f.text == finding.text) {
+            Some((first, more)) if *more < NAMED => {
+                first.about = format!("{}, {}", first.about, finding.about);
+                *more += 1;
+            }
+            Some((_, more)) => *more += 1,
+            None => once.push((finding, 1)),
+        }
+    }
+    let count = |(finding, total): (Finding, usize)| match total.checked_sub(NAMED) {
+        Some(more @ 1..) => Finding { about: format!("{} and {more} more", finding.about), ..finding },
+        _ => finding,
+    };
+    once.into_iter().map(count).collect()
+}
+
+/// As many are named in a line, the others counted.
+const NAMED: usize = 16;
 const UNUSED: &str = "NCCL_NET_RDMA_PROFILE is not used";
 const THEN: &str = "auto goes on by its defaults";
 
@@ -241,7 +373,8 @@ mod tests {
             name: "mlx5_0".into(),
             model: profile::nic_model(0x2c9, 4129),
             firmware: "28.39.1002".into(),
-            port_gbps: 200.0,
+            port_gbps: 0.0,
+            ports: 0,
             open: if open { vec!["dma-buf"] } else { Vec::new() },
             memory: "the words of the probe".into(),
             bus_id: None,
@@ -252,7 +385,9 @@ mod tests {
         }
         .located(Function::at(fake.root(), &format!("/sys/devices/{NIC}")));
         let mut survey = Survey::begin(&config);
+        survey.staging = |_| Ok(());
         survey.add(nic);
+        survey.add_port(200.0);
         survey.end();
         survey
     }
@@ -292,7 +427,7 @@ mod tests {
 
     fn path(survey: &Survey, gpu: &str) -> String {
         let pair = survey.report.pairs.iter().find(|p| p.gpu == gpu).expect("a pair");
-        survey.of_pair(pair).to_string()
+        of_pair(&survey.seen(), pair).expect("a way").to_string()
     }
 
     #[test]
@@ -370,5 +505,106 @@ mod tests {
         );
         let [far] = &warned(true)[..] else { panic!("{:?}", warned(true)) };
         assert!(far.starts_with("GPU 0000:c1:00.0: its nearest NIC is SYS apart"), "{far}");
+    }
+
+    fn warnings(survey: &Survey) -> Vec<String> {
+        let warnings = survey.findings().into_iter().filter(|f| f.severity == Severity::Warning);
+        warnings.map(|f| f.to_string()).collect()
+    }
+
+    /// On a machine with many NICs and GPUs, and a job of many processes.
+    #[test]
+    fn one_cause_is_one_warning() {
+        let fake = Fake::new();
+        let classic = "0x0 0x0 0x0\n0xd0000000 0xdfffffff 0x14220c\n";
+        for bus in ["0000:c1:00.0", "0000:c2:00.0"] {
+            let gpu = format!("pci0000:c0/0000:c0:01.0/{bus}");
+            fake.gpu(&gpu, "1\n").function(&gpu, &[("resource", classic)]);
+        }
+        fake.put("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module 535\n");
+        let mut found = survey(&fake, &[], true);
+        found.report.nics[0].function = None;
+        let second = Nic { name: "mlx5_1".into(), ..found.report.nics[0].clone() };
+        found.add(second);
+        let told = warnings(&found);
+        let [closed, bar] = &told[..] else { panic!("{told:#?}") };
+        assert!(closed.starts_with("mlx5_0, mlx5_1: it takes GPU memory by dma-buf alone"), "{closed}");
+        assert!(bar.starts_with("GPU 0000:c1:00.0, GPU 0000:c2:00.0: BAR1 has 256 MiB"), "{bar}");
+        // Those of other processes are none of ours.
+        std::fs::remove_dir_all(fake.root().join("proc/driver/nvidia/gpus/0000:c2:00.0")).expect("a folder");
+        let told = warnings(&survey(&fake, &[], true));
+        assert!(told.iter().any(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has")), "{told:#?}");
+        let many = (0..20).map(|i| Finding { severity: Severity::Note, about: format!("n{i}"), text: "x".into() });
+        let [one] = &merged(many.collect())[..] else { panic!("several") };
+        assert!(one.to_string().ends_with(", n15 and 4 more: x"), "{one}");
+    }
+
+    #[test]
+    fn a_forced_way_that_nccl_would_not_take_is_a_warning() {
+        let fake = Fake::new();
+        fake.nic(NIC, "0\n").gpu(FAR, "1\n");
+        let warned = |path, level| {
+            let env = [("NCCL_NET_RDMA_GPU_PATH", path), ("NCCL_NET_GDR_LEVEL", level)];
+            warnings(&survey(&fake, &env, true)).join("\n")
+        };
+        for (path, level, words) in [
+            ("gdr", "", "by default NCCL gives a NIC no GPU memory from so far: NCCL_NET_GDR_LEVEL=SYS lets it"),
+            ("staging", "PHB", "with NCCL_NET_GDR_LEVEL=PHB NCCL gives"),
+            ("gdr", "SYS", "often slower by GPUDirect"),
+        ] {
+            let told = warned(path, level);
+            assert!(
+                told.starts_with("GPU 0000:c1:00.0: its nearest NIC is SYS apart") && told.contains(words),
+                "{told}"
+            );
+        }
+        assert_eq!([warned("staging", "4"), warned("host", ""), warned("auto", "")], [""; 3]);
+        let (phb, node) = (Distance::Phb, Distance::Node);
+        assert!(reaches(Some("PHB"), node) && reaches(Some("3"), phb) && !reaches(None, phb));
+        assert!(!reaches(Some("PHB"), Distance::Unknown) && reaches(Some("SYS"), Distance::Unknown));
+    }
+
+    /// Of another speed, over another link, or nobody knows how far away.
+    #[test]
+    fn a_pair_that_was_measured_otherwise_is_not_followed() {
+        let fake = machine();
+        let with = |change: &dyn Fn(&mut profile::Pair)| {
+            let mut profile = measured();
+            change(&mut profile.pairs[0]);
+            let found = with_profile(&fake, &profile.to_json(), &[]);
+            assert_eq!(found.refused, None);
+            (path(&found, "0000:83:00.0"), warnings(&found).join("\n"))
+        };
+        for (change, words) in [
+            ((|p| p.nic.port_gbps = 400.0) as fn(&mut profile::Pair), "with a port of 400 Gb/s, and this one has 200"),
+            (|p| p.link = "NIC PCIe 16 GT/s x8".into(), "other links (NIC PCIe 16 GT/s x8; here NIC PCIe 16 GT/s x16)"),
+        ] {
+            let (path, told) = with(&change);
+            assert!(path.contains("GPUDirect is open") && told.contains(words), "{path} {told}");
+        }
+        let (path, told) = with(&|p| p.link = "NIC PCIe 16 GT/s x16".into());
+        assert!(path.contains("staging from 64") && told.is_empty(), "{path} {told}");
+        let unknown = Fake::new();
+        unknown.nic(NIC, "-1\n").gpu(FAR, "-1\n");
+        let mut profile = measured();
+        profile.pairs[0].distance = Distance::Unknown;
+        let found = with_profile(&unknown, &profile.to_json(), &[]);
+        assert!(warnings(&found).join("").contains("can't be seen how far apart"), "{:?}", warnings(&found));
+    }
+
+    #[test]
+    fn a_profile_that_is_not_followed_is_a_warning() {
+        let fake = machine();
+        let mut found = with_profile(&fake, &measured().to_json(), &[]);
+        found.staging = |_| Err("there is no CUDA driver".into());
+        let told = warnings(&found);
+        let [why] = &told[..] else { panic!("{told:?}") };
+        assert!(why.contains("staging is best, and can't be had: there is no CUDA driver"), "{why}");
+        assert!(path(&found, "0000:83:00.0").starts_with("GPUDirect (rule: "), "{}", path(&found, "0000:83:00.0"));
+        let mut without = measured();
+        without.pairs[0].sizes[0].gdr = None;
+        without.pairs[0].rules = vec![Rule { from: 0, to: None, path: Way::Staging }];
+        let told = warnings(&with_profile(&fake, &without.to_json(), &[])).join("\n");
+        assert!(told.contains("measured without GPUDirect, which is open now"), "{told}");
     }
 }

@@ -1,7 +1,6 @@
 //! A PCI function as sysfs shows it.
 
 use std::fs;
-use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use super::config_space::ConfigSpace;
@@ -90,14 +89,14 @@ impl Function {
         resource.lines().take(BARS).filter_map(size).max()
     }
 
-    /// As much of its configuration space as this process may see.
     pub fn config_space(&self) -> ConfigSpace {
-        let mut bytes = Vec::new();
-        if let Ok(file) = fs::File::open(under(&self.root, &self.path).join("config")) {
-            // What came before an error counts.
-            let _ = file.take(4096).read_to_end(&mut bytes);
-        }
-        ConfigSpace(bytes)
+        fs::File::open(under(&self.root, &self.path).join("config")).map_or(ConfigSpace::Closed, ConfigSpace::of)
+    }
+
+    /// Whether it may ask for relaxed ordering; a virtual function does as its physical one. None: unknown.
+    pub fn relaxed_ordering(&self) -> Option<bool> {
+        let physical = Self::at(&self.root, &format!("{}/physfn", self.path));
+        physical.as_ref().unwrap_or(self).config_space().relaxed_ordering()
     }
 }
 
@@ -122,6 +121,21 @@ mod tests {
         assert_eq!(gpu.parent().map(|p| p.bus_id().to_owned()).as_deref(), Some("0000:82:01.0"));
         assert!(gpu.above("0000:80:01.1").is_some_and(|root| root.parent().is_none()));
         assert!(gpu.above("0000:90:00.0").is_none());
+    }
+
+    /// The bit of a virtual function is reserved, and 0.
+    #[test]
+    fn a_virtual_function_orders_as_its_physical_one() {
+        let fake = Fake::new();
+        let (physical, virtual_) = ("pci0000:80/0000:80:01.0/0000:81:00.0", "pci0000:80/0000:80:01.0/0000:81:00.2");
+        fake.nic(physical, "0").nic(virtual_, "0");
+        fake.put(&format!("sys/devices/{physical}/config"), fake::config_space(None, true));
+        fake.put(&format!("sys/devices/{virtual_}/config"), fake::config_space(None, false));
+        let at = || Function::at(fake.root(), &format!("/sys/devices/{virtual_}")).expect("there");
+        assert_eq!(at().relaxed_ordering(), Some(false));
+        let link = fake.root().join(format!("sys/devices/{virtual_}/physfn"));
+        std::os::unix::fs::symlink("../0000:81:00.0", link).expect("a link");
+        assert_eq!(at().relaxed_ordering(), Some(true));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use super::function::Function;
 use super::pci::under;
 
 const NVIDIA: u32 = 0x10de;
+const DRIVERS_GPUS: &str = "/proc/driver/nvidia/gpus";
 /// VGA and 3D controllers, without the programming interface.
 const CLASSES: [u32; 2] = [0x0300, 0x0302];
 
@@ -56,6 +57,8 @@ pub struct Gpu {
     pub name: String,
     pub generation: Option<Generation>,
     pub bar1_bytes: Option<u64>,
+    /// The driver lists its GPUs, and not this one: it is not for this process.
+    pub hidden: bool,
 }
 
 impl Gpu {
@@ -65,6 +68,7 @@ impl Gpu {
         Self {
             generation: named.as_deref().and_then(Generation::of),
             bar1_bytes: function.largest_window(),
+            hidden: named.is_none() && under(root, DRIVERS_GPUS).is_dir(),
             name: named.unwrap_or_else(ids),
             function,
         }
@@ -104,7 +108,7 @@ pub fn driver(root: &Path) -> Option<Driver> {
 
 /// The model, as NVIDIA's kernel module names it.
 fn model(root: &Path, bus_id: &str) -> Option<String> {
-    let text = fs::read_to_string(under(root, &format!("/proc/driver/nvidia/gpus/{bus_id}/information"))).ok()?;
+    let text = fs::read_to_string(under(root, &format!("{DRIVERS_GPUS}/{bus_id}/information"))).ok()?;
     let model = text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim();
     (!model.is_empty()).then(|| model.to_owned())
 }
@@ -136,6 +140,7 @@ mod tests {
                 ("0000:c1:00.0", "NVIDIA H200", hopper),
             ]
         );
+        assert_eq!(found.iter().map(|g| g.hidden).collect::<Vec<_>>(), [true, false, false]);
         assert_eq!((found[0].bar1_bytes, found[1].bar1_bytes), (None, Some(128 << 30)));
     }
 

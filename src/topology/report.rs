@@ -23,6 +23,8 @@ pub struct Nic {
     pub model: String,
     pub firmware: String,
     pub port_gbps: f64,
+    /// How many there are.
+    pub ports: u32,
     /// The ways to GPU memory without a copy that are open.
     pub open: Vec<&'static str>,
     /// The same in words, with what opens the others.
@@ -43,7 +45,7 @@ impl Nic {
             bus_id: function.as_ref().map(|f| f.bus_id().to_owned()),
             numa_node: function.as_ref().and_then(Function::numa_node),
             link: function.as_ref().and_then(Link::read),
-            relaxed_ordering: function.as_ref().and_then(|f| f.config_space().relaxed_ordering()),
+            relaxed_ordering: function.as_ref().and_then(Function::relaxed_ordering),
             function,
             ..self
         }
@@ -54,6 +56,8 @@ impl Nic {
 pub struct Gpu {
     pub bus_id: String,
     pub name: String,
+    /// The driver keeps it from this process (a container): sysfs alone has it.
+    pub hidden: bool,
     pub generation: Option<Generation>,
     pub bar1_bytes: Option<u64>,
     pub numa_node: Option<u32>,
@@ -111,6 +115,9 @@ pub struct Report {
     pub nics: Vec<Nic>,
     pub gpus: Vec<Gpu>,
     pub pairs: Vec<Pair>,
+    /// All that stand between pairs.
+    #[serde(skip)]
+    bridges: Vec<Bridge>,
 }
 
 /// What findings depend on besides the machine.
@@ -118,8 +125,6 @@ pub struct Report {
 pub struct Use<F> {
     /// Whether a pair's data go by GPUDirect.
     pub gdr: F,
-    /// The user insists on GPUDirect.
-    pub forced: bool,
     /// Relaxed ordering is asked for.
     pub relaxed_ordering: bool,
 }
@@ -131,6 +136,7 @@ impl Report {
             bus_id: gpu.function.bus_id().to_owned(),
             numa_node: gpu.function.numa_node(),
             link: Link::read(&gpu.function),
+            hidden: gpu.hidden,
             name: gpu.name,
             generation: gpu.generation,
             bar1_bytes: gpu.bar1_bytes,
@@ -143,17 +149,27 @@ impl Report {
             nics: Vec::new(),
             gpus: gpus::find(root).into_iter().map(gpu).collect(),
             pairs: Vec::new(),
+            bridges: Vec::new(),
         }
     }
 
     /// Adds a NIC, with each GPU.
     pub fn add(&mut self, nic: Nic) {
-        let bridge = |f: Function| Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+        // Each is read once, however many pairs it stands between.
+        let known = &mut self.bridges;
+        let mut bridge = |f: Function| match known.iter().find(|b| b.bus_id == f.bus_id()) {
+            Some(bridge) => bridge.clone(),
+            None => {
+                let bridge = Bridge { acs: f.config_space().acs(), bus_id: f.bus_id().to_owned() };
+                known.push(bridge.clone());
+                bridge
+            }
+        };
         for gpu in &self.gpus {
             let (distance, bridges) = match &nic.function {
                 Some(function) => (
                     Distance::between(function, &gpu.function, self.numa_nodes),
-                    distance::bridges(function, &gpu.function).into_iter().map(bridge).collect(),
+                    distance::bridges(function, &gpu.function).into_iter().map(&mut bridge).collect(),
                 ),
                 None => (Distance::Unknown, Vec::new()),
             };
@@ -183,7 +199,7 @@ impl Report {
             }
             if let Some(driver) = self.gpu_driver.as_ref().filter(|d| !d.open)
                 && nic.open == ["dma-buf"]
-                && self.pairs_of(&nic.name).any(|(pair, _)| (how.gdr)(pair))
+                && self.pairs_of(&nic.name).any(|(pair, gpu)| (how.gdr)(pair) && !gpu.hidden)
             {
                 let text = format!(
                     "it takes GPU memory by dma-buf alone, and the GPU driver exports none ({}): that takes NVIDIA's open kernel \
@@ -202,7 +218,7 @@ impl Report {
                 );
             }
         }
-        for gpu in &self.gpus {
+        for gpu in self.gpus.iter().filter(|gpu| !gpu.hidden) {
             let about = format!("GPU {}", gpu.bus_id);
             let pairs = || self.pairs.iter().filter(|p| p.gpu == gpu.bus_id);
             if let Some(link) = gpu.link.filter(Link::trained_narrow) {
@@ -218,17 +234,9 @@ impl Report {
                 );
                 add(Severity::Warning, &about, text);
             }
-            if how.forced && pairs().any(&how.gdr) && pairs().map(|p| p.distance).min() == Some(Distance::Sys) {
-                add(
-                    Severity::Warning,
-                    &about,
-                    "its nearest NIC is SYS apart and NCCL_NET_RDMA_GPU_PATH=gdr is set: what goes between CPUs is often \
-                     slower by GPUDirect than through host memory"
-                        .to_owned(),
-                );
-            }
         }
-        let near = |p: &&Pair| p.distance.is_near() && (how.gdr)(p);
+        let hidden = |bus: &str| self.gpus.iter().any(|gpu| gpu.hidden && gpu.bus_id == bus);
+        let near = |p: &&Pair| p.distance.is_near() && (how.gdr)(p) && !hidden(&p.gpu);
         for (about, redirecting) in self.between(near, Acs::redirects) {
             let text = format!(
                 "ACS redirects what goes between them over the root complex: {redirecting}. GPUDirect is then slow, or fails \
@@ -237,8 +245,16 @@ impl Report {
             );
             add(Severity::Warning, &about, text);
         }
+        for (about, redirecting) in self.between(near, Acs::redirects_untranslated) {
+            let text = format!(
+                "ACS redirects what goes between them over the root complex, except where address translation services (ATS) \
+                 have cleared it: {redirecting}"
+            );
+            add(Severity::Note, &about, text);
+        }
         for (about, unseen) in self.between(near, |acs| acs == Acs::Unknown) {
-            let text = format!("whether ACS redirects what goes between them can't be seen without root: {unseen}");
+            let text =
+                format!("whether ACS redirects what goes between them can't be seen (without CAP_SYS_ADMIN): {unseen}");
             add(Severity::Note, &about, text);
         }
         all
@@ -333,6 +349,9 @@ impl fmt::Display for Gpu {
             write!(f, ", {generation}")?;
         }
         write!(f, "), {}", Node(self.numa_node))?;
+        if self.hidden {
+            f.write_str(", hidden from this process")?;
+        }
         if let Some(bytes) = self.bar1_bytes {
             write!(f, ", BAR1 {}", size(bytes))?;
         }
@@ -366,6 +385,7 @@ mod tests {
             model: "0x02c9:4129".into(),
             firmware: "28.39.1002".into(),
             port_gbps: gbps,
+            ports: 1,
             open: vec!["dma-buf"],
             memory: "host memory, GPU memory by dma-buf".into(),
             bus_id: None,
@@ -385,8 +405,8 @@ mod tests {
         machine_again(fake, gbps)
     }
 
-    fn found(report: &Report, gdr: bool, forced: bool) -> Vec<(Severity, String)> {
-        let how = Use { gdr: |_: &Pair| gdr, forced, relaxed_ordering: true };
+    fn found(report: &Report, gdr: bool) -> Vec<(Severity, String)> {
+        let how = Use { gdr: |_: &Pair| gdr, relaxed_ordering: true };
         report.findings(&how).into_iter().map(|f| (f.severity, f.to_string())).collect()
     }
 
@@ -402,7 +422,8 @@ mod tests {
         );
         let json = serde_json::to_value(&report).expect("JSON");
         assert_eq!(json["pairs"][0]["distance"], "PIX");
-        assert_eq!(json["pairs"][0]["bridges"][0]["acs"], "ACS unknown");
+        let unknown = serde_json::json!({"text": "ACS unknown", "control": null});
+        assert_eq!(json["pairs"][0]["bridges"][0]["acs"], unknown);
         assert_eq!(json["gpus"][0]["bar1_bytes"], 128u64 << 30);
         assert_eq!(json["peer_memory"], "absent");
     }
@@ -418,11 +439,11 @@ mod tests {
             (200.0, Severity::Warning, "PCIe limits to about 126 Gb/s"),
             (100.0, Severity::Note, "trained low, which limits no port"),
         ] {
-            let found = found(&machine_again(&fake, gbps), false, false);
+            let found = found(&machine_again(&fake, gbps), false);
             assert!(found.iter().any(|(s, t)| *s == severity && t.contains(words)), "{found:?}");
         }
         fake.function(&path, &[("current_link_width", "16\n")]);
-        let found = found(&machine_again(&fake, 400.0), false, false);
+        let found = found(&machine_again(&fake, 400.0), false);
         assert!(found.iter().any(|(s, t)| *s == Severity::Note && t.contains("about 252 Gb/s")), "{found:?}");
         assert!(found.iter().all(|(s, _)| *s == Severity::Note), "{found:?}");
     }
@@ -447,15 +468,17 @@ mod tests {
             machine_again(&fake, 200.0)
         };
         let redirecting = bridge(0x1d, 4096);
-        let told = found(&redirecting, true, false);
+        let told = found(&redirecting, true);
         let [(Severity::Warning, text)] = &told[..] else { panic!("{told:?}") };
         assert!(text.starts_with("mlx5_0 and GPU 0000:83:00.0: ACS redirects"), "{text}");
         assert!(text.contains("0000:82:00.0: ACS 0x001d (SrcValid ReqRedir") && !text.contains("82:01.0"), "{text}");
-        assert_eq!(found(&redirecting, false, false), [], "nothing goes that way");
-        assert_eq!(found(&bridge(0, 4096), true, false), []);
-        let told = found(&bridge(0x1d, 64), true, false);
+        assert_eq!(found(&redirecting, false), [], "nothing goes that way");
+        assert_eq!(found(&bridge(0, 4096), true), []);
+        let told = found(&bridge(0x5d, 4096), true);
+        assert!(matches!(&told[..], [(Severity::Note, text)] if text.contains("(ATS)")), "{told:?}");
+        let told = found(&bridge(0x1d, 64), true);
         let [(Severity::Note, text)] = &told[..] else { panic!("{told:?}") };
-        assert!(text.contains("can't be seen without root: 0000:82:00.0: ACS unknown"), "{text}");
+        assert!(text.contains("can't be seen (without CAP_SYS_ADMIN): 0000:82:00.0: ACS unknown"), "{text}");
     }
 
     #[test]
@@ -466,7 +489,7 @@ mod tests {
         fake.function("pci0000:c0/0000:c0:01.0/0000:c1:00.0", &[("resource", classic)]);
         let report = machine_again(&fake, 200.0);
         let small = |gdr| {
-            let all = found(&report, gdr, false);
+            let all = found(&report, gdr);
             all.into_iter().find(|(s, t)| *s == Severity::Warning && t.contains("BAR1")).map(|(_, t)| t)
         };
         assert!(small(true).is_some_and(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has 256 MiB")));
@@ -482,26 +505,11 @@ mod tests {
             fake.put("proc/driver/nvidia/version", format!("NVRM version: {version}\n"));
             let mut report = machine_again(&fake, 200.0);
             report.nics[0].open = ways.to_vec();
-            found(&report, true, false)
-                .iter()
-                .any(|(s, t)| *s == Severity::Warning && t.contains("exports none (NVIDIA"))
+            found(&report, true).iter().any(|(s, t)| *s == Severity::Warning && t.contains("exports none (NVIDIA"))
         };
         let (open, closed) = ("NVIDIA UNIX Open Kernel Module for x86_64 580", "NVIDIA UNIX x86_64 Kernel Module 535");
         assert!(warns(closed, &["dma-buf"]));
         assert!(!warns(closed, &["dma-buf", "nvidia_peermem"]) && !warns(open, &["dma-buf"]));
-    }
-
-    #[test]
-    fn gpudirect_that_is_forced_over_two_cpus_is_a_warning() {
-        let fake = Fake::new();
-        let report = machine(&fake, 200.0);
-        let warns = |forced| {
-            let all = found(&report, true, forced);
-            all.into_iter().filter(|(s, _)| *s == Severity::Warning).map(|(_, t)| t).collect::<Vec<_>>()
-        };
-        assert_eq!(warns(false), [""; 0]);
-        let told = warns(true);
-        assert!(told.len() == 1 && told[0].starts_with("GPU 0000:c1:00.0: its nearest NIC is SYS apart"), "{told:?}");
     }
 
     #[test]
@@ -511,7 +519,7 @@ mod tests {
         let path = format!("sys/devices/{SWITCH}/0000:82:01.0/0000:84:00.0/config");
         for (enabled, notes) in [(false, 1), (true, 0)] {
             fake.put(&path, fake::config_space(None, enabled));
-            assert_eq!(found(&machine_again(&fake, 200.0), false, false).len(), notes);
+            assert_eq!(found(&machine_again(&fake, 200.0), false).len(), notes);
         }
     }
 

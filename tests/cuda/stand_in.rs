@@ -494,8 +494,12 @@ driver! {
     }
 
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
-        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR; of all others it has none.
-        write!(value, if attribute == 75 { 9 } else { 0 })
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED; of all others it has none.
+        write!(value, match attribute {
+            75 => 9,
+            102 => 1,
+            _ => 0,
+        })
     }
 
     fn cuStreamQuery(handle: usize) {

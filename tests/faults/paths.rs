@@ -112,11 +112,12 @@ fn what_makes_gpudirect_slow_or_fail_is_a_warning() {
 
 /// Of the near GPU, if that is its model.
 fn profile(gpu: &str, rules: &str) -> String {
+    let gdr = r#"{"latency_us": 1.0, "gb_s": 1.0, "cpu_share": 0.0, "pcie_bytes_per_byte": 1.0}"#;
     format!(
         r#"{{"version": 1, "made_by": "a test", "adapter": "soft-hca", "pairs": [{{
             "nic": {{"name": "soft0", "model": "0x50f7:1", "firmware": "soft-hca", "port_gbps": 400.0}},
             "gpu": {{"name": "{gpu}", "compute_capability": "9.0", "bus_id": "0000:83:00.0"}},
-            "distance": "PIX", "link": "", "sizes": [],
+            "distance": "PIX", "link": "", "sizes": [{{"bytes": 65536, "gdr": {gdr}, "staging": {gdr}, "host": null}}],
             "rules": {rules}}}]}}"#
     )
 }
@@ -133,12 +134,13 @@ fn put_profile(room: &Room, text: &str) {
 #[test]
 fn auto_follows_a_profile_of_this_hardware() {
     let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
-    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE] }, |room| {
+    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE, ("LD_LIBRARY_PATH", cuda::folder())] }, |room| {
         put_profile(room, &profile("NVIDIA H200", BY_SIZE));
         let (infos, warnings) = told_at_start(room, &[]);
         let rule =
             "GPUDirect, staging from 65536 bytes on (rule: profile profile.json: staging is best from 65536 bytes on";
         contains(&infos, &["soft0 and GPU 0000:83:00.0: PIX", rule]);
+        contains(&infos, &["device 0 takes host memory, GPU memory by dma-buf"]);
         contains(&infos, &["soft0 and GPU 0000:c1:00.0: SYS", "GPUDirect is open (dma-buf)"]);
         assert_eq!(warnings, Vec::<String>::new());
     });
@@ -177,7 +179,7 @@ fn a_profile_decides_for_the_gpu_that_has_the_memory() {
         plugin.dereg_mr(pair.0, memory[0]);
         plugin.dereg_mr(pair.1, memory[1]);
         plugin.close(pair);
-        contains(&infos(), &["soft0 and GPU 0000:c1:00.0: SYS", "but this NIC takes GPU memory, for another GPU"]);
+        contains(&infos(), &["soft0 and GPU 0000:c1:00.0: SYS", "but this NIC takes GPU memory, for GPU 0000:83:00.0"]);
         assert_eq!(warnings(), Vec::<String>::new());
     });
 }
@@ -195,7 +197,8 @@ fn a_profile_that_wants_staging_needs_the_driver() {
             return; // it is there
         }
         assert_eq!(on_machine(room, &[]).properties(0).ptr_support, HOST);
-        contains(&warnings(), &["device 0 takes host memory only", "no staging: there is no CUDA driver"]);
+        contains(&warnings(), &["soft0 and GPU 0000:83:00.0: the profile is not followed", "there is no CUDA driver"]);
+        assert_eq!(warnings().len(), 1, "{:#?}", warnings());
     });
 }
 
@@ -203,7 +206,7 @@ fn a_profile_that_wants_staging_needs_the_driver() {
 #[test]
 fn a_profile_of_sizes_offers_gpudirect() {
     let fabric = host("a", &[roce("soft0", "10.0.0.1", PLACE, RATE)]);
-    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE] }, |room| {
+    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE, ("LD_LIBRARY_PATH", cuda::folder())] }, |room| {
         put_profile(room, &profile("NVIDIA H200", BY_SIZE));
         with_gpus(room, &[]);
         assert_eq!(on_machine(room, &[]).properties(0).ptr_support, HOST | DMABUF);

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::Path;
 
 use nccl_net_rdma::config::Config;
-use nccl_net_rdma::memory::profile::{Adapter, Nic};
+use nccl_net_rdma::memory::profile::{self, Adapter, Nic};
 use nccl_net_rdma::net;
 use nccl_net_rdma::topology::distance::Distance;
 use serde::{Deserialize, Serialize};
@@ -32,15 +32,14 @@ impl Machine {
         let first = first(device);
         let nic = report.nic(first);
         let pair = report.pairs_of(first).find(|(pair, _)| gpu.is_some_and(|gpu| gpu.eq_ignore_ascii_case(&pair.gpu)));
-        let links = [nic.and_then(|nic| nic.link), pair.and_then(|(_, gpu)| gpu.link)];
-        let words = |(what, link): (&str, Option<_>)| link.map(|link| format!("{what} {link}"));
-        let link = ["NIC", "GPU"].into_iter().zip(links).filter_map(words).collect::<Vec<_>>().join(", ");
+        let link = profile::links(nic.and_then(|nic| nic.link), pair.and_then(|(_, gpu)| gpu.link));
         let firmware = nic.map_or_else(String::new, |nic| nic.firmware.clone());
         Self {
             nic: Nic {
                 name: device.to_owned(),
                 model: nic.map_or_else(String::new, |nic| nic.model.clone()),
-                port_gbps: f64::from(speed_mbps) / 1000.0,
+                // Of one of its ports.
+                port_gbps: f64::from(speed_mbps) / 1000.0 / device.split('+').map(|_| 1.0).sum::<f64>(),
                 // So soft-hca says who it is.
                 firmware: firmware.clone(),
             },
@@ -48,8 +47,22 @@ impl Machine {
             on_bus: is_on_bus(Path::new("/sys/class/infiniband"), first),
             gpu_name: pair.map(|(_, gpu)| gpu.name.clone()),
             distance: pair.map_or(Distance::Unknown, |(pair, _)| pair.distance),
-            link: if link.is_empty() { "not shown by this machine".to_owned() } else { link },
+            link,
         }
+    }
+}
+
+impl Machine {
+    /// Why the plugin will not know this pair for the one that was measured.
+    pub(super) fn not_found_again(&self) -> Option<&'static str> {
+        if self.nic.model.is_empty() {
+            return Some("it does not know the NIC");
+        }
+        if self.gpu_name.is_none() {
+            return Some("it does not see the GPU in sysfs");
+        }
+        (self.adapter == Adapter::Hardware && self.distance == Distance::Unknown)
+            .then_some("it can't be seen how far apart NIC and GPU are")
     }
 }
 
@@ -58,7 +71,10 @@ impl fmt::Display for Machine {
         let Nic { name, model, firmware, port_gbps } = &self.nic;
         write!(f, "NIC {name} ({model}, firmware {firmware}, {port_gbps} Gb/s)")?;
         match &self.gpu_name {
-            Some(gpu) => write!(f, "; {gpu}; distance {}; links: {}", self.distance, self.link),
+            Some(gpu) => {
+                let link = if self.link.is_empty() { "not shown by this machine" } else { &self.link };
+                write!(f, "; {gpu}; distance {}; links: {link}", self.distance)
+            }
             None => Ok(()),
         }
     }
@@ -76,6 +92,23 @@ fn is_on_bus(class: &Path, device: &str) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pair_that_is_not_found_again_is_told() {
+        let machine = |adapter, gpu_name: Option<&str>, distance| Machine {
+            nic: Nic { name: "n".into(), model: "m".into(), firmware: "f".into(), port_gbps: 400.0 },
+            adapter,
+            on_bus: true,
+            gpu_name: gpu_name.map(str::to_owned),
+            distance,
+            link: String::new(),
+        };
+        let (hardware, gpu) = (Adapter::Hardware, Some("NVIDIA H200"));
+        assert_eq!(machine(hardware, gpu, Distance::Pix).not_found_again(), None);
+        assert_eq!(machine(Adapter::SoftHca, gpu, Distance::Unknown).not_found_again(), None);
+        assert!(machine(hardware, gpu, Distance::Unknown).not_found_again().is_some());
+        assert!(machine(hardware, None, Distance::Pix).not_found_again().is_some());
+    }
 
     #[test]
     fn only_devices_on_a_bus_are_hardware() {

@@ -278,7 +278,13 @@ impl Results {
             write(folder, "paths.svg", chart.svg()?.as_bytes())?;
             write(folder, "paths.png", &chart.png()?)?;
             match gpu {
+                Some(_) if measured_gpu && !failures.is_empty() => {
+                    println!("no profile: not everything was measured, and half of it would decide by accident");
+                }
                 Some(gpu) if measured_gpu => {
+                    if let Some(why) = using.machine.not_found_again() {
+                        println!("WARN the plugin will not follow this profile: {why}");
+                    }
                     let profile = self.profile(using, gpu);
                     write(folder, "profile.json", profile.to_json().as_bytes())?;
                     println!("to follow it: NCCL_NET_RDMA_PROFILE={}", folder.join("profile.json").display());
@@ -304,11 +310,30 @@ impl Results {
         };
         Profile {
             version: profile::VERSION,
-            made_by: format!("nccl-rdma {} bench paths", env!("CARGO_PKG_VERSION")),
+            made_by: format!("nccl-rdma {} bench paths, {}", env!("CARGO_PKG_VERSION"), today()),
             adapter: machine.adapter,
             pairs: vec![pair],
         }
     }
+}
+
+/// The date (UTC) as `2026-01-31`.
+fn today() -> String {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+    let (year, month, day) = date(now.as_secs() / 86_400);
+    format!("{year:04}-{month:02}-{day:02}")
+}
+
+/// Year, month and day of a day since 1970-01-01.
+fn date(day: u64) -> (u64, u64, u64) {
+    // Years that begin in March have their odd day at the end; eras of 400 of them are alike.
+    let day = day + 719_468;
+    let (era, day) = (day / 146_097, day % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let month_of_year = if month < 10 { month + 3 } else { month - 9 };
+    (era * 400 + year + u64::from(month_of_year <= 2), month_of_year, day - (153 * month + 2) / 5 + 1)
 }
 
 /// A folder of this process's own, gone with the value.
@@ -350,6 +375,15 @@ mod tests {
     use super::*;
     use machine::Machine;
     use measure::{Row, Times};
+
+    #[test]
+    fn days_have_dates() {
+        for (day, expected) in
+            [(0, (1970, 1, 1)), (11_016, (2000, 2, 29)), (20_453, (2025, 12, 31)), (20_454, (2026, 1, 1))]
+        {
+            assert_eq!(date(day), expected);
+        }
+    }
 
     #[test]
     fn the_profile_that_is_written_is_one_that_the_plugin_reads() {
