@@ -180,20 +180,15 @@ fn start(context: usize) -> Stream {
                     let (from, to) = (from as *const u8, to as *mut u8);
                     let length = usize::try_from(length).unwrap_or(0);
                     if to_device {
-                        // As a copy engine may: the second half of a line before the first.
-                        let halves = length / 64;
-                        for half in (0..halves).map(|half| half ^ 1).filter(|&half| half < halves) {
-                            // SAFETY: both ranges were looked up just now.
-                            unsafe {
-                                ptr::copy_nonoverlapping(from.wrapping_add(half * 64), to.wrapping_add(half * 64), 64)
-                            };
-                            std::hint::spin_loop();
+                        // As a copy engine may: second halves of lines before the first, though not so late.
+                        for half in [1, 0] {
+                            for at in (half * 64..length).step_by(128) {
+                                let (from, to) = (from.wrapping_add(at), to.wrapping_add(at));
+                                // SAFETY: both ranges were looked up just now.
+                                unsafe { ptr::copy_nonoverlapping(from, to, (length - at).min(64)) };
+                            }
+                            std::thread::sleep(Duration::from_micros(delay / 4));
                         }
-                        let done = if halves % 2 == 1 { halves - 1 } else { halves } * 64;
-                        // SAFETY: as above.
-                        unsafe {
-                            ptr::copy_nonoverlapping(from.wrapping_add(done), to.wrapping_add(done), length - done)
-                        };
                     } else {
                         // SAFETY: as above.
                         unsafe { ptr::copy_nonoverlapping(from, to, length) };

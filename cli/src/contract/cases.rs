@@ -492,7 +492,7 @@ fn ll_lines(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     };
     rank.barrier()?;
     let (plugin, deadline) = (rank.plugin, rank.deadline);
-    let mut buffer = Buffer::new(BYTES)?;
+    let mut buffer = Buffer::at_place(rank.options.memory[usize::from(rank.rank > 0)], BYTES)?;
     let word = |round: usize, at: usize| {
         Random::new(&[rank.options.seed, u64::try_from(round * BYTES + at).unwrap_or(0)]).next()
     };
