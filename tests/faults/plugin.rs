@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use nccl_net_rdma::abi::types::{
-    NCCL_NET_OPTIONAL_RECV_COMPLETION, ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v12_t,
+    NCCL_NET_OPTIONAL_RECV_COMPLETION, ncclDebugLogLevel, ncclDebugLogger_t, ncclNet_v8_t, ncclNet_v9_t, ncclNet_v12_t,
     ncclNetCommConfig_v12_t, ncclNetProperties_v8_t, ncclResult_t,
 };
 
@@ -169,9 +169,11 @@ impl Plugin {
         assert_eq!(unsafe { libc::dlclose(self.library) }, 0);
     }
 
+    /// As an NCCL that takes version 9, below which there is no staging; all else is the same in version 8.
     pub(crate) fn init(&self) -> Result<(), ncclResult_t> {
+        let newer: ncclNet_v9_t = self.table(c"ncclNetPlugin_v9");
         // SAFETY: a logger that lives for ever.
-        ok(unsafe { self.table.init.unwrap()(logger()) })
+        ok(unsafe { newer.init.unwrap()(logger()) })
     }
 
     pub(crate) fn devices(&self) -> c_int {
