@@ -81,7 +81,7 @@ mod tests {
         let pair = &profile.pairs[0];
         assert_eq!((profile.adapter, &*pair.gpu.name, pair.sizes.len()), (Adapter::SoftHca, "Stand-in", 14));
         assert!(pair.sizes.iter().all(|size| size.staging.is_some() && size.host.is_some() && size.gdr.is_none()));
-        assert!(pair.host(), "copies that are late are no faster than none");
+        assert!(!pair.rules.is_empty());
         let pcie = pair.sizes[0].staging.expect("measured").pcie_bytes_per_byte;
         assert!((pcie - 2.0).abs() < f64::EPSILON, "{pcie}");
     }
