@@ -9,6 +9,8 @@ use anyhow::{Context as _, bail, ensure};
 
 use crate::abi::{Buffer, Memory, Place, Plugin, RecvComm, Request, SendComm, SendSize, Slot};
 
+/// Free space behind all: a plugin that does not cut a long message is to be caught, not to end the process.
+const OVERRUN: usize = 1 << 20;
 /// Free space on both sides of every buffer; it must keep [`BACKGROUND`].
 const GUARD: usize = 64;
 const BACKGROUND: u8 = 0x5a;
@@ -185,11 +187,12 @@ impl Arena {
             end = start + size + GUARD;
             ranges.push(start..start + size);
         }
-        if self.memory.is_none() || self.buffer.len() < end {
+        let room = end + OVERRUN;
+        if self.memory.is_none() || self.buffer.len() < room {
             if let Some(old) = self.memory.take() {
                 release(old)?;
             }
-            self.buffer = Buffer::at_place(self.place, end)?;
+            self.buffer = Buffer::at_place(self.place, room)?;
             self.memory = Some(register(&self.buffer)?);
         }
         self.buffer.bytes_mut().fill(BACKGROUND);
