@@ -446,7 +446,13 @@ impl Comm {
         }
         // SAFETY: as in isend; see deregister.
         match unsafe { receiver.irecv_hinted(buffer) } {
-            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
+            Ok(index) => {
+                // Where it completes as others do, its event ends with it, else at its first test.
+                if let Some(i) = index {
+                    comm.begin(usize::from(i), buffers);
+                }
+                Ok(index.map(|i| self.request(usize::from(i))))
+            }
             Err(fault) => Err(comm.base.fail(&fault)),
         }
     }
@@ -888,6 +894,43 @@ mod tests {
             assert_eq!(test(receive).expect("no fault") == Tested::Pending, hinted == 0);
             close(recv);
             close(send);
+        }
+    }
+
+    /// Counts events: begun, ended.
+    #[derive(Debug, Default)]
+    struct Count([std::sync::atomic::AtomicUsize; 2]);
+
+    impl Profiler for Count {
+        fn begin(&self, parent: Parent, _: &crate::transfer::profile::Posted) -> crate::transfer::profile::Event {
+            self.0[0].fetch_add(1, Ordering::Relaxed);
+            NonNull::new(parent.0)
+        }
+
+        fn end(&self, _: NonNull<c_void>) {
+            self.0[1].fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn hinted_receives_are_events_too_completed_or_not() {
+        for setting in ["0", "1"] {
+            let engine = engine(&[("NCCL_NET_RDMA_RECV_HINT", setting)]);
+            let (from, mut to, count) = ([1; 8], [0; 8], Arc::new(Count::default()));
+            let (send, mut recv) = connection(&engine);
+            recv.profile(Some(Arc::clone(&count) as Arc<dyn Profiler>));
+            let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+            let parent = Parent(std::ptr::without_provenance_mut(8));
+            let mut buffers = Buffers::new();
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &recv_mr);
+            buffers.named(&raw const parent);
+            // SAFETY: as in isend.
+            let receive = unsafe { recv.irecv_hinted(&buffers) }.expect("no fault").expect("room");
+            until("a credit", || isend(&send, &from, &send_mr).expect("no fault"));
+            until("the receive", || (test(receive).expect("no fault") != Tested::Pending).then_some(()));
+            assert_eq!(count.0.each_ref().map(|c| c.load(Ordering::Relaxed)), [1, 1]);
+            close(send);
+            close(recv);
         }
     }
 

@@ -201,7 +201,8 @@ impl<P: Post> Post for Profiled<P> {
     }
 }
 
-/// The events of a receiver: one for each buffer, from its credit to its last byte. Which QPs bring it shows only when it
+/// The events of a receiver: one for each buffer, from its credit to its last byte, or, of a
+/// hinted receive, to its first test. Which QPs bring it shows only when it
 /// has come, so the first stands for all.
 #[derive(Debug)]
 pub struct Arrivals {
