@@ -89,7 +89,12 @@ const TAIL: usize = 192;
 const WRITER_WAITS: usize = 256;
 pub(crate) const DATA: usize = 4096;
 
-/// One direction of a pair of processes. Frames start on multiples of 64 bytes, so headers never wrap.
+/// What the program's readers may rely on to arrive whole (NCCL's LL128).
+const LINE: u64 = 128;
+const _: () = assert!(LINE.is_multiple_of(HEADER as u64) && (SEGMENT as u64).is_multiple_of(LINE));
+
+/// One direction of a pair of processes. Payloads start on a line, their headers right before: headers never wrap, and a
+/// payload that does is cut between lines. A GPU takes each piece by a copy of its own, which would tear a line cut in two.
 #[derive(Debug)]
 pub(crate) struct Ring {
     memory: Arc<Mapping>,
@@ -99,7 +104,7 @@ pub(crate) struct Ring {
 }
 
 fn whole_lines(len: u32) -> u64 {
-    HEADER as u64 + u64::from(len).next_multiple_of(HEADER as u64)
+    (HEADER as u64 + u64::from(len)).next_multiple_of(LINE)
 }
 
 impl Ring {
@@ -124,7 +129,7 @@ impl Ring {
     /// The data at `position`, as at most two pieces.
     fn pieces(&self, position: u64, len: usize) -> Pieces {
         let size = usize::try_from(self.size).unwrap_or(0);
-        let start = usize::try_from(position & (self.size - 1)).unwrap_or(0);
+        let start = usize::try_from((position + LINE - HEADER as u64) & (self.size - 1)).unwrap_or(0);
         let first = len.min(size - start);
         let data = self.memory.at.as_ptr().wrapping_add(DATA);
         let mut pieces = Pieces::none();
@@ -253,6 +258,28 @@ mod tests {
                 reader.consume(&frame);
             }
         });
+    }
+
+    #[test]
+    fn no_line_of_a_payload_is_cut_in_two() {
+        let size = 2 * SEGMENT;
+        let memory = Arc::new(Mapping::anonymous(DATA + size).unwrap());
+        let mut writer = Ring::new(Arc::clone(&memory), size).unwrap();
+        let mut reader = Ring::new(memory, size).unwrap();
+        let mut cut = 0;
+        for len in (0..2000u32).map(|i| i * 7919 % 65537) {
+            let mut data = vec![0; len as usize];
+            assert!(writer.write(&frame(1, len), &Pieces::one(data.as_mut_ptr(), data.len())));
+            let (frame, pieces) = reader.read().unwrap().unwrap();
+            let lens: Vec<_> = pieces.iter().map(|(_, len, _)| len).collect();
+            assert_eq!(lens.iter().sum::<usize>(), data.len());
+            if let [first, _] = lens[..] {
+                assert!(first.is_multiple_of(128), "{lens:?}");
+                cut += 1;
+            }
+            reader.consume(&frame);
+        }
+        assert!(cut > 100, "{cut}");
     }
 
     #[test]
