@@ -1,6 +1,12 @@
 //! GPUs through the CUDA driver, as far as the program has loaded it: where it has not, no pointer is a GPU's. The copies are a
-//! kernel of our own on a stream of the highest priority, in the program's primary context; no call here waits for the
-//! program's kernels, and none is refused while a thread of the program captures a graph.
+//! kernel of our own on a stream of the highest priority; no call here waits for the program's kernels, and none is refused
+//! while a thread of the program captures a graph.
+//!
+//! The stream is in a context of our own where the GPU has MPS. A context's hardware work queues are shared by its streams, and
+//! a program with several that wait for a collective (any training) blocks them all: a kernel of ours behind them never
+//! starts, and the collective never ends. PyTorch's DistributedDataParallel hung so on an H200 and does not any more. Kernels
+//! of this context reach all memory of the process there, whoever allocated it. Without MPS the contexts of a process take
+//! turns, some milliseconds each, so there it is the program's primary context, with that danger.
 use super::copier::{ITEMS, POOL};
 use super::share::{Allocation, Handle};
 use super::{Item, Reference};
@@ -138,9 +144,7 @@ unsafe impl Send for Device {}
 
 impl Device {
     pub(super) fn open(ordinal: c_int) -> Result<Self, String> {
-        let mut context = ptr::null_mut();
-        // SAFETY: an ordinal is the device's number; one pointer to write. Kept until the process ends.
-        check("cuDevicePrimaryCtxRetain", unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, ordinal) })?;
+        let context = Self::context(ordinal)?;
         let _entered = Entered::enter(context)?;
         let mut device = Self {
             ordinal,
@@ -189,6 +193,25 @@ impl Device {
             }
         }
         Ok(device)
+    }
+
+    /// The context to copy in; see the top. Kept until the process ends.
+    fn context(ordinal: c_int) -> Result<cu::CUcontext, String> {
+        let mut context = ptr::null_mut();
+        let (mut shared, of) = (0, cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
+        // SAFETY: an ordinal is the device's number; one int to write. A driver that does not know the attribute refuses.
+        let asked = unsafe { cu::cuDeviceGetAttribute(&raw mut shared, of, ordinal) };
+        if asked != CUresult::CUDA_SUCCESS || shared == 0 {
+            // SAFETY: as above; one pointer to write.
+            let result = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, ordinal) };
+            return check("cuDevicePrimaryCtxRetain", result).map(|()| context);
+        }
+        // SAFETY: as above.
+        check("cuCtxCreate", unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, ordinal) })?;
+        let mut popped = ptr::null_mut();
+        // SAFETY: pops the context that was just made.
+        check("cuCtxPopCurrent", unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) })?;
+        Ok(context)
     }
 
     /// A word behind the pool.
