@@ -63,6 +63,8 @@ pub(super) struct Base {
 #[derive(Debug)]
 pub struct SendComm {
     pub(super) hot: UnsafeCell<Sender<Profiled<Arc<QpSet>>>>,
+    /// NCCL was given the error that ended the connection. Touched as `hot` is.
+    pub(super) told: AtomicBool,
     pub(super) base: Base,
     pub(super) _ring: (Vec<Mr>, Pages),
 }
@@ -398,10 +400,11 @@ impl Comm {
         }
         sender.post().adopt(sender.next(), parent);
         // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
-        match unsafe { sender.isend(data, size, tag, NonNull::from(mr.keys())) } {
-            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
-            Err(fault) => Err(comm.base.fail(&fault)),
-        }
+        let index = match unsafe { sender.isend(data, size, tag, NonNull::from(mr.keys())) } {
+            Ok(index) => index,
+            Err(fault) => comm.refuse(sender, size, comm.base.fail(&fault))?,
+        };
+        Ok(index.map(|i| self.request(usize::from(i))))
     }
 
     /// Posts a receive; None is "again".
@@ -573,6 +576,36 @@ impl SendComm {
         starting: Option<u64>,
     ) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
+        match (self.attend(sender, starting), starting) {
+            (Err(cause), Some(size)) => self.refuse(sender, size, cause).map(Some),
+            (Err(cause), None) => Err(self.tell(cause)),
+            (answer, _) => answer,
+        }
+    }
+
+    /// A send on a connection that has ended is taken, as verbs take one on a QP in error, and its test tells why. So who
+    /// closes with sends open, and asks about none, sees no error, whichever end was first. Once told, every call tells.
+    #[cold]
+    fn refuse(
+        &self,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
+        size: u64,
+        cause: NetError,
+    ) -> Result<Option<u8>, NetError> {
+        let taken = if self.told.load(Ordering::Relaxed) { None } else { sender.refuse(size) };
+        if taken.is_some() { Ok(taken) } else { Err(self.tell(cause)) }
+    }
+
+    fn tell(&self, cause: NetError) -> NetError {
+        self.told.store(true, Ordering::Relaxed);
+        cause
+    }
+
+    fn attend(
+        &self,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
+        starting: Option<u64>,
+    ) -> Result<Option<Option<u8>>, NetError> {
         // A fault that polling finds is told below, or by the test of its request.
         if self.base.alert.asked() && !self.base.alert.has_failed() {
             let polled = sender.poll().is_ok();
@@ -625,7 +658,7 @@ impl SendComm {
                 return Ok(Tested::Sent { size });
             }
         }
-        Err(self.base.fail(fault))
+        Err(self.tell(self.base.fail(fault)))
     }
 }
 
@@ -719,6 +752,14 @@ mod tests {
         unsafe { Comm::test(request) }
     }
 
+    /// The error with which a send ends, unless there is no credit yet.
+    fn refused(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Option<NetError> {
+        match isend(comm, data, mr) {
+            Ok(request) => request.map(|request| until("the error", || test(request).err())),
+            Err(error) => Some(error),
+        }
+    }
+
     fn close(comm: Box<Comm>) {
         // SAFETY: nothing else runs on it.
         unsafe { comm.close() };
@@ -745,7 +786,7 @@ mod tests {
         send.base().ports[0].events.fail("soft_0", "QP_FATAL", |qp, _| own.contains(&qp));
         let told = until("the peer's error", || test(receive).err());
         assert!(told.text.contains("soft_0: QP_FATAL"), "{told}");
-        let error = isend(&send, &from, &send_mr).expect_err("it failed");
+        let error = refused(&send, &from, &send_mr).expect("it failed");
         assert_eq!(error.text, "soft_0: QP_FATAL");
         close(send);
         close(recv);
@@ -763,10 +804,48 @@ mod tests {
         recv.deregister(recv_mr);
         assert_eq!(live(), before - 1, "the next owner of these addresses must not find the old registration");
         assert!(test(receive).is_err());
-        until("the sender's error", || isend(&send, &from, &send_mr).err());
+        until("the sender's error", || refused(&send, &from, &send_mr));
         assert_eq!(to, [0; 8]);
         close(recv);
         close(send);
+    }
+
+    /// A program that closes with transfers open, which end in any order, asks about none of them.
+    #[test]
+    fn a_send_on_a_connection_that_ended_is_taken_and_its_test_tells() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        until("the peer's word", || send.alert().has_failed().then_some(()));
+        let mut taken = Vec::new();
+        let error = until("the last request", || match isend(&send, &from, &send_mr) {
+            Ok(request) => {
+                taken.push(request.expect("no again"));
+                None
+            }
+            Err(error) => Some(error),
+        });
+        assert!(taken.len() > 30, "{}", taken.len());
+        for request in taken {
+            assert_eq!(test(request).expect_err("it has ended").text, error.text);
+        }
+        assert_eq!(isend(&send, &from, &send_mr).expect_err("it was told").text, error.text);
+        send.deregister(send_mr);
+        close(send);
+        close(recv);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        until("the peer's word", || send.alert().has_failed().then_some(()));
+        let request = isend(&send, &from, &send_mr).expect("no error").expect("no again");
+        test(request).expect_err("it has ended");
+        isend(&send, &from, &send_mr).expect_err("it was told");
+        close(send);
+        close(recv);
     }
 
     /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too.
@@ -878,7 +957,7 @@ mod tests {
             assert_eq!(test(request).expect("no fault"), Tested::Sent { size: 8 });
         }
         assert_eq!(send_mr.in_flight(), 0);
-        assert!(isend(&send, &from, &send_mr).expect_err("nobody receives").text.contains("closed the connection"));
+        assert!(refused(&send, &from, &send_mr).expect("nobody receives").text.contains("closed the connection"));
         close(send);
     }
 
@@ -945,7 +1024,7 @@ mod tests {
         let _guard = tracing::subscriber::set_default(lines.clone());
         until("the peer's last word", || send.base().alert.has_closed().then_some(()));
         for _ in 0..3 {
-            let error = isend(&send, &from, &mr).expect_err("nobody receives");
+            let error = refused(&send, &from, &mr).expect("nobody receives");
             assert!(error.text.contains("closed the connection"), "{error}");
         }
         assert_eq!(lines.take().len(), 1);

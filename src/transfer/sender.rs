@@ -908,6 +908,18 @@ impl<P: Post> Sender<P> {
         Some(Some(index))
     }
 
+    /// A send on a connection that has ended; it is never done. None: all requests are open.
+    #[cold]
+    pub fn refuse(&mut self, size: u64) -> Option<u8> {
+        self.free_len = self.free_len.checked_sub(1)?;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.generation = request.generation.wrapping_add(1);
+        (request.keys, request.size, request.hinted) = (None, size, false);
+        request.writes_left = 1;
+        Some(index)
+    }
+
     #[cold]
     fn failed(&mut self, failure: Failure) -> Fault {
         let id = WrId::unpack(failure.wr_id);
