@@ -693,6 +693,7 @@ mod tests {
     use super::*;
     use crate::memory::Memory;
     use crate::net::tests::{Lines, connection, engine, until};
+    use crate::transfer::FLUSH_WRS;
     use crate::verbs::Access;
     use std::time::Duration;
 
@@ -769,16 +770,25 @@ mod tests {
         close(send);
     }
 
-    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too.
+    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too, on top of
+    /// flushes of GPU memory that nobody has asked after.
     #[test]
     fn a_fence_with_everything_outstanding_fits_the_completion_queues() {
-        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4")]);
+        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
         let (from, mut to) = ([1; 8], [0; 8]);
         let (send, recv) = connection(&engine);
         let (other, mut there) = (connection(&engine), [0; 8]);
         let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
         while irecv(&recv, &mut to, &recv_mr).expect("no fault").is_some() {}
         while isend(&send, &from, &send_mr).expect("no fault").is_some() {}
+        let mut buffers = Buffers::new();
+        for _ in 0..MAX_GROUP {
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &recv_mr);
+        }
+        for _ in 0..FLUSH_WRS / MAX_GROUP {
+            // SAFETY: one call at a time; the array outlives the comm.
+            unsafe { recv.iflush(&buffers) }.expect("no fault").expect("a flush");
+        }
         for comm in [&recv, &send] {
             comm.base().fence();
             assert!(*comm.base().fenced.lock().expect("no panic"));
