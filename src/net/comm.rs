@@ -695,6 +695,8 @@ mod tests {
     use crate::net::tests::{Lines, connection, engine, until};
     use crate::transfer::FLUSH_WRS;
     use crate::verbs::Access;
+    use std::collections::VecDeque;
+    use std::sync::atomic::AtomicU64;
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.
@@ -807,6 +809,88 @@ mod tests {
         buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
         // SAFETY: as in isend.
         unsafe { comm.irecv_hinted(&buffers) }.expect("no fault")
+    }
+
+    /// NCCL's service thread beside its progress thread: registrations and other connections that come and go disturb no
+    /// transfer, and memory that is given back with traffic open is not written to from then on.
+    #[test]
+    fn another_thread_registers_closes_and_gives_back_memory_in_use() {
+        let engine = engine(&[]);
+        let (from, to) = (AtomicU64::new(0), AtomicU64::new(0));
+        let (send, recv) = connection(&engine);
+        // SAFETY: the words outlive the comms.
+        let register = |comm: &Comm, word: &AtomicU64| unsafe {
+            comm.register(word.as_ptr() as u64, 8, Memory::Host).expect("a registration")
+        };
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        // Another registration of the same memory: the region itself stays.
+        let same = register(&recv, &to);
+        let carried = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            let progress = scope.spawn(|| {
+                let mut receives = VecDeque::new();
+                // Receives are open all the time.
+                let mut receive = || -> Result<(), NetError> {
+                    while receives.len() < 32 {
+                        let mut buffers = Buffers::new();
+                        buffers.push(to.as_ptr() as u64, 8, 0, &recv_mr);
+                        // SAFETY: this thread alone makes calls of the data path.
+                        let Some(request) = unsafe { recv.irecv(&buffers) }? else { break };
+                        receives.push_back(request);
+                    }
+                    if let Some(&request) = receives.front()
+                        && test(request)? != Tested::Pending
+                    {
+                        receives.pop_front();
+                        carried.fetch_add(1, Ordering::Release);
+                    }
+                    Ok(())
+                };
+                let mut request = None;
+                let mut send = || -> Result<(), NetError> {
+                    if request.is_none() {
+                        from.fetch_add(1, Ordering::Relaxed);
+                        // SAFETY: as above.
+                        request = unsafe { send.isend(from.as_ptr() as u64, 8, 0, &send_mr, Parent::NONE) }?;
+                    }
+                    if let Some(sent) = request
+                        && test(sent)? != Tested::Pending
+                    {
+                        request = None;
+                    }
+                    Ok(())
+                };
+                // The sending end goes on with the credits that it has.
+                let (mut received, mut sent) = (Ok(()), Ok(()));
+                while received.is_ok() || sent.is_ok() {
+                    received = received.and_then(|()| receive());
+                    sent = sent.and_then(|()| send());
+                }
+                received.expect_err("it is over")
+            });
+            let go_on = || {
+                let before = carried.load(Ordering::Acquire);
+                until("transfers", || (carried.load(Ordering::Acquire) > before + 10).then_some(()));
+            };
+            let other = AtomicU64::new(0);
+            for _ in 0..20 {
+                for comm in [&send, &recv] {
+                    comm.deregister(register(comm, &other));
+                }
+                let (passing, by) = connection(&engine);
+                close(passing);
+                close(by);
+                go_on();
+            }
+            recv.deregister(Arc::clone(&recv_mr));
+            let last = to.load(Ordering::Acquire);
+            let error = progress.join().expect("no panic");
+            assert!(error.text.contains("with traffic open"), "{error}");
+            assert_eq!(to.load(Ordering::Acquire), last, "written to after it was given back");
+        });
+        recv.deregister(same);
+        close(send);
+        close(recv);
     }
 
     /// What NCCL does at the end of every communicator: the last hinted receives were never counted.
