@@ -726,7 +726,10 @@ mod tests {
     use super::*;
     use crate::memory::Memory;
     use crate::net::tests::{Lines, connection, engine, until};
+    use crate::transfer::FLUSH_WRS;
     use crate::verbs::Access;
+    use std::collections::VecDeque;
+    use std::sync::atomic::AtomicU64;
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.
@@ -848,16 +851,25 @@ mod tests {
         close(recv);
     }
 
-    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too.
+    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too, on top of
+    /// flushes of GPU memory that nobody has asked after.
     #[test]
     fn a_fence_with_everything_outstanding_fits_the_completion_queues() {
-        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4")]);
+        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
         let (from, mut to) = ([1; 8], [0; 8]);
         let (send, recv) = connection(&engine);
         let (other, mut there) = (connection(&engine), [0; 8]);
         let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
         while irecv(&recv, &mut to, &recv_mr).expect("no fault").is_some() {}
         while isend(&send, &from, &send_mr).expect("no fault").is_some() {}
+        let mut buffers = Buffers::new();
+        for _ in 0..MAX_GROUP {
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &recv_mr);
+        }
+        for _ in 0..FLUSH_WRS / MAX_GROUP {
+            // SAFETY: one call at a time; the array outlives the comm.
+            unsafe { recv.iflush(&buffers) }.expect("no fault").expect("a flush");
+        }
         for comm in [&recv, &send] {
             comm.base().fence();
             assert!(*comm.base().fenced.lock().expect("no panic"));
@@ -876,6 +888,88 @@ mod tests {
         buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
         // SAFETY: as in isend.
         unsafe { comm.irecv_hinted(&buffers) }.expect("no fault")
+    }
+
+    /// NCCL's service thread beside its progress thread: registrations and other connections that come and go disturb no
+    /// transfer, and memory that is given back with traffic open is not written to from then on.
+    #[test]
+    fn another_thread_registers_closes_and_gives_back_memory_in_use() {
+        let engine = engine(&[]);
+        let (from, to) = (AtomicU64::new(0), AtomicU64::new(0));
+        let (send, recv) = connection(&engine);
+        // SAFETY: the words outlive the comms.
+        let register = |comm: &Comm, word: &AtomicU64| unsafe {
+            comm.register(word.as_ptr() as u64, 8, Memory::Host).expect("a registration")
+        };
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        // Another registration of the same memory: the region itself stays.
+        let same = register(&recv, &to);
+        let carried = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            let progress = scope.spawn(|| {
+                let mut receives = VecDeque::new();
+                // Receives are open all the time.
+                let mut receive = || -> Result<(), NetError> {
+                    while receives.len() < 32 {
+                        let mut buffers = Buffers::new();
+                        buffers.push(to.as_ptr() as u64, 8, 0, &recv_mr);
+                        // SAFETY: this thread alone makes calls of the data path.
+                        let Some(request) = unsafe { recv.irecv(&buffers) }? else { break };
+                        receives.push_back(request);
+                    }
+                    if let Some(&request) = receives.front()
+                        && test(request)? != Tested::Pending
+                    {
+                        receives.pop_front();
+                        carried.fetch_add(1, Ordering::Release);
+                    }
+                    Ok(())
+                };
+                let mut request = None;
+                let mut send = || -> Result<(), NetError> {
+                    if request.is_none() {
+                        from.fetch_add(1, Ordering::Relaxed);
+                        // SAFETY: as above.
+                        request = unsafe { send.isend(from.as_ptr() as u64, 8, 0, &send_mr, Parent::NONE) }?;
+                    }
+                    if let Some(sent) = request
+                        && test(sent)? != Tested::Pending
+                    {
+                        request = None;
+                    }
+                    Ok(())
+                };
+                // The sending end goes on with the credits that it has.
+                let (mut received, mut sent) = (Ok(()), Ok(()));
+                while received.is_ok() || sent.is_ok() {
+                    received = received.and_then(|()| receive());
+                    sent = sent.and_then(|()| send());
+                }
+                received.expect_err("it is over")
+            });
+            let go_on = || {
+                let before = carried.load(Ordering::Acquire);
+                until("transfers", || (carried.load(Ordering::Acquire) > before + 10).then_some(()));
+            };
+            let other = AtomicU64::new(0);
+            for _ in 0..20 {
+                for comm in [&send, &recv] {
+                    comm.deregister(register(comm, &other));
+                }
+                let (passing, by) = connection(&engine);
+                close(passing);
+                close(by);
+                go_on();
+            }
+            recv.deregister(Arc::clone(&recv_mr));
+            let last = to.load(Ordering::Acquire);
+            let error = progress.join().expect("no panic");
+            assert!(error.text.contains("with traffic open"), "{error}");
+            assert_eq!(to.load(Ordering::Acquire), last, "written to after it was given back");
+        });
+        recv.deregister(same);
+        close(send);
+        close(recv);
     }
 
     /// What NCCL does at the end of every communicator: the last hinted receives were never counted.

@@ -61,9 +61,9 @@ pub(crate) struct Args {
         _ => Err("on or off"),
     })]
     pxn: Option<bool>,
-    /// NCCL must have fused NICs (NCCL_NET_MERGE_LEVEL), and all data go through what came of it
-    #[arg(long)]
-    fused: bool,
+    /// NCCL must have made one NIC of so many (NCCL_NET_MERGE_LEVEL), and all data go through that
+    #[arg(long, value_name = "NICS", value_parser = clap::value_parser!(u8).range(2..=8))]
+    fused: Option<u8>,
     /// Types of the elements
     #[arg(long = "type", value_enum, value_delimiter = ',', default_value = "float,int32")]
     kinds: Vec<Kind>,
@@ -179,7 +179,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         fs::write(&file, Placement::topology(&bus_ids, &args.near)).with_context(|| file.display().to_string())?;
         Some(file)
     };
-    let placement = Placement { per_host, gpus, topology, pxn: args.pxn, fused: args.fused };
+    let placement = Placement { per_host, gpus, topology, pxn: args.pxn, fused: args.fused.map_or(0, usize::from) };
     let check = Check {
         libraries: &common.libraries(&logs)?,
         logs: &logs,

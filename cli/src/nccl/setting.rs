@@ -78,13 +78,13 @@ pub(crate) struct Placement {
     pub(crate) topology: Option<PathBuf>,
     /// Whether ranks must send through the GPU of another (PXN); None: as NCCL likes.
     pub(crate) pxn: Option<bool>,
-    /// NCCL must have fused NICs and use what came of it.
-    pub(crate) fused: bool,
+    /// NICs of which NCCL must have made one, and use it; 0: it may do as it likes.
+    pub(crate) fused: usize,
 }
 
 impl Default for Placement {
     fn default() -> Self {
-        Self { per_host: 1, gpus: 1, topology: None, pxn: None, fused: false }
+        Self { per_host: 1, gpus: 1, topology: None, pxn: None, fused: 0 }
     }
 }
 
@@ -115,8 +115,8 @@ impl Placement {
 
     /// Judges the logs of all ranks: whether some send through another's GPU, and receives come in groups then.
     pub(crate) fn proven(&self, logs: &[String]) -> anyhow::Result<()> {
-        if self.fused {
-            logs.iter().try_for_each(|log| uses_fused(log))?;
+        if self.fused > 0 {
+            logs.iter().try_for_each(|log| uses_fused(log, self.fused))?;
         }
         let Some(wanted) = self.pxn else { return Ok(()) };
         let channels = logs.iter().flat_map(|log| log.lines()).filter_map(|line| Some(line.split_once(" via NET/")?.1));
@@ -134,10 +134,14 @@ impl Placement {
     }
 }
 
-/// All channels must go through a device that NCCL fused.
-fn uses_fused(log: &str) -> anyhow::Result<()> {
-    let fused = log.lines().find_map(|line| line.split_once(", fused: ")?.0.rsplit_once("device ").map(|(_, n)| n));
-    let fused = fused.context("no line says 'device N, fused': NCCL has fused nothing")?;
+/// All channels must go through the one device that NCCL fused of so many NICs.
+fn uses_fused(log: &str, nics: usize) -> anyhow::Result<()> {
+    let made = log.lines().find_map(|line| {
+        let (before, after) = line.split_once(", fused: ")?;
+        Some((before.rsplit_once("device ")?.1, after.split(' ').next()?))
+    });
+    let (fused, name) = made.context("no line says 'device N, fused': NCCL has fused nothing")?;
+    ensure!(name.split('+').count() == nics, "NCCL has fused {name}, not {nics} NICs");
     let mut channels = log.lines().filter_map(|line| line.split_once(" via NET/")?.1.split('/').nth(1));
     let other = channels.find(|device| device.split('(').next() != Some(fused));
     other.map_or(Ok(()), |device| bail!("a channel goes through device {device}, not {fused}, which is the fused one"))
@@ -148,8 +152,8 @@ impl fmt::Display for Placement {
         if self.per_host > 1 {
             write!(f, ", {} a host on {} GPU(s)", self.per_host, self.gpus)?;
         }
-        if self.fused {
-            f.write_str(", fused NICs")?;
+        if self.fused > 0 {
+            write!(f, ", {} fused NICs", self.fused)?;
         }
         match self.pxn {
             Some(true) => f.write_str(", PXN"),
@@ -198,10 +202,24 @@ const PEER_MEMORY: [&str; 3] = [
     "/sys/module/nvidia_peermem/version",
 ];
 
+/// Whether NCCL is of this minor version of 2, or newer.
+fn is_from(version: &str, minor: u32) -> bool {
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(2), Some(minor))
+}
+
 /// From 2.30 on NCCL takes what a NIC can do from the first of its own parts and the plugin that knows one of that name.
 fn decides_itself(version: &str) -> bool {
-    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
-    (numbers.next(), numbers.next()) >= (Some(2), Some(30))
+    is_from(version, 30)
+}
+
+/// Most NICs that NCCL makes one of: from version 12 of the plugin interface 8, from version 9 on 4.
+fn most_fused(version: &str) -> usize {
+    match version {
+        v if is_from(v, 30) => 8,
+        v if is_from(v, 24) => 4,
+        _ => 1,
+    }
 }
 
 impl Setting {
@@ -230,6 +248,9 @@ impl Setting {
                 "NCCL {version} goes by its own IB transport (for RMA) in what a device of this name can do, and that finds no \
                  peer memory driver"
             ));
+        }
+        if self.placement.fused > most_fused(version) {
+            return Some(format!("NCCL {version} makes one NIC of {} at most", most_fused(version)));
         }
         if self.is_builtin() && self.path.is_staged() {
             return Some(format!("only the plugin stages, not NCCL's {} transport", self.net));
@@ -489,6 +510,13 @@ mod tests {
         assert_eq!(Setting { path: GpuPath::Mix, ..register }.impossible("2.28.9"), None);
         let flush = Setting { flush: true, ..setting("RDMA", GpuPath::Host) };
         assert!(flush.impossible("2.28.9").unwrap().contains("no flush"));
+        let fused = |nics| Setting {
+            placement: Placement { fused: nics, ..Placement::default() },
+            ..setting("RDMA", GpuPath::Dmabuf)
+        };
+        assert_eq!((fused(4).impossible("2.28.9"), fused(8).impossible("2.30.7")), (None, None));
+        assert!(fused(8).impossible("2.28.9").unwrap().contains("of 4 at most"));
+        assert!(fused(2).impossible("2.23.4").unwrap().contains("of 1 at most"));
         if !PEER_MEMORY.iter().any(|file| Path::new(file).exists()) {
             assert!(setting("IB", GpuPath::Peermem).impossible("2.28.9").unwrap().contains("nvidia_peermem"));
             assert!(setting("RDMA", GpuPath::Peermem).impossible("2.30.7").unwrap().contains("2.30.7"));
@@ -561,8 +589,7 @@ mod tests {
 
     #[test]
     fn hosts_of_several_ranks_have_a_gpu_for_each() {
-        let pairs =
-            Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true), fused: false };
+        let pairs = Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true), fused: 0 };
         assert_eq!([0, 1, 2, 3].map(|rank| pairs.gpu(rank)), [0, 1, 0, 1]);
         assert_eq!([0, 1, 2, 3].map(|rank| Placement::default().gpu(rank)), [0; 4]);
         let env = environment(&Setting { placement: pairs, ..setting("RDMA", GpuPath::Dmabuf) }, None).unwrap();
@@ -589,12 +616,18 @@ mod tests {
 
     #[test]
     fn fused_nics_must_be_in_use() {
-        let fused = Placement { fused: true, ..Placement::default() };
-        let made = "x NCCL INFO NET/RDMA : device 2, fused: a+b (800 Gb/s)\n";
+        let fused = Placement { fused: 2, ..Placement::default() };
+        let made = "x NCCL INFO NET/RDMA : device 2, fused: a+b (800 Gb/s); a:1 InfiniBand MTU 4096\n";
         fused.proven(&[made.to_owned() + &channel("RDMA/2/GDRDMA") + &channel("RDMA/2(1)")]).unwrap();
         let other = fused.proven(&[made.to_owned() + &channel("RDMA/0/GDRDMA")]).unwrap_err().to_string();
         assert!(other.contains("device 0, not 2"), "{other}");
         assert!(fused.proven(&[channel("RDMA/0")]).unwrap_err().to_string().contains("fused nothing"));
+        let more = Placement { fused: 4, ..Placement::default() };
+        let half = more.proven(&[made.to_owned() + &channel("RDMA/2/GDRDMA")]).unwrap_err().to_string();
+        assert!(half.contains("a+b, not 4 NICs"), "{half}");
+        let eight = Placement { fused: 8, ..Placement::default() };
+        let made = made.replace("a+b", "a+b+c+d+e+f+g+h").replace("device 2", "device 8");
+        eight.proven(&[made + &channel("RDMA/8/GDRDMA")]).unwrap();
     }
 
     #[test]
@@ -604,6 +637,13 @@ mod tests {
         assert!(gpu < nic && nic < text.find("0000:00:07.0").unwrap(), "{text}");
         assert_eq!((text.matches("0x060400").count(), text.matches("<nic>").count()), (2, 2));
         assert!(text.contains("ffff:00:01.0") && text.contains("ffff:00:02.0"));
+        let nics: Vec<_> = (0..8).map(|i| format!("soft_gpu{i}")).collect();
+        let text = Placement::topology(&["0000:00:06.0".into()], &[nics.join("+")]);
+        for (i, nic) in nics.iter().enumerate() {
+            let place = format!("busid=\"ffff:00:{:02x}.0\"", i + 1);
+            let name = format!("name=\"{nic}\"");
+            assert_eq!((text.matches(&place).count(), text.matches(&name).count()), (1, 1), "{text}");
+        }
     }
 
     #[test]
