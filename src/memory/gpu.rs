@@ -14,8 +14,8 @@
 //!
 //! A copy engine may tear lines of 128 bytes into halves: for those that have flags see `transfer::staging`.
 //!
-//! Calls wait for copies only, and for none of the program's kernels; those of the data path wait for nothing. All are made with the thread's stream capture mode relaxed, so that
-//! none spoils a graph that another thread captures.
+//! Calls wait for copies only, and for none of the program's kernels; those of the data path wait for nothing. All are made
+//! with the thread's stream capture mode relaxed, so that none spoils a graph that another thread captures.
 
 use std::ffi::{c_int, c_void};
 use std::ptr::{self, NonNull};
@@ -39,8 +39,8 @@ const CALLS: &[&str] = &[
     "cuMemcpy2DAsync_v2",
 ];
 
-/// Copies take microseconds; a GPU that takes longer than this for them hangs.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Copies take microseconds; a GPU that takes longer than this for them hangs. Tests that wait in vain don't wait as long.
+pub(crate) const PATIENCE: Duration = if cfg!(test) { Duration::from_millis(500) } else { Duration::from_secs(10) };
 /// What is waited for one that has hung before.
 const SHORT_PATIENCE: Duration = Duration::from_millis(100);
 

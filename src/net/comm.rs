@@ -883,6 +883,23 @@ mod tests {
         }
     }
 
+    /// What knows of registrations goes with the comm, whenever NCCL gives them back.
+    #[test]
+    fn a_comm_that_is_closed_leaves_nothing_of_its_own() {
+        let engine = engine(&[]);
+        let (send, recv) = connection(&engine);
+        let data = [1; 8];
+        let (given_back, kept) = (register(&send, &data), register(&send, &data));
+        let (alert, first) = (Arc::downgrade(&send.base().alert), Arc::downgrade(&given_back));
+        send.deregister(given_back);
+        assert_eq!(first.strong_count(), 0);
+        close(send);
+        // But for who looks at it just now.
+        until("the last reference", || (alert.strong_count() == 0).then_some(()));
+        drop(kept);
+        close(recv);
+    }
+
     fn irecv_hinted(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Option<Request> {
         let mut buffers = Buffers::new();
         buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);

@@ -18,7 +18,7 @@ use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::JoinHandle;
@@ -168,6 +168,9 @@ fn start(context: usize) -> Stream {
             }
         }
         for item in todo {
+            while HANGS.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             match item {
                 Work::Copy { device, host, length, to_device } => {
                     if delay > 0 {
@@ -314,6 +317,18 @@ pub unsafe extern "C" fn stand_in_view(address: u64) -> *mut u8 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stand_in_pinned() -> u64 {
     state().pinned.values().map(|range| range.length).sum()
+}
+
+/// Whether copies hang: those that did not begin go on when they don't any more.
+static HANGS: AtomicBool = AtomicBool::new(false);
+
+/// Has copies hang, or go on.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_hang(hang: c_int) {
+    HANGS.store(hang != 0, Ordering::Relaxed);
 }
 
 /// Contexts that were made so far.
