@@ -248,7 +248,7 @@ def launch(args: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--paths", default="host,staging", help=f"ways of GPU data: {', '.join(PATHS)}")
+    parser.add_argument("--paths", default="host,dmabuf,staging", help=f"ways of GPU data: {', '.join(PATHS)}")
     parser.add_argument("--plugin", default=str(ROOT / "dist/lib/libnccl-net-rdma.so"))
     parser.add_argument("--adapter", default=str(ROOT / "dist/soft-hca/libibverbs.so.1"))
     parser.add_argument("--fabric", default=str(ROOT / "soft-hca/examples/gpu.toml"))

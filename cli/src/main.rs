@@ -16,6 +16,7 @@ mod procs;
 mod ring;
 mod table;
 mod tear;
+mod values;
 mod wire;
 
 use std::path::PathBuf;

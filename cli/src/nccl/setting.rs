@@ -189,8 +189,12 @@ impl fmt::Display for Setting {
     }
 }
 
-/// In the plugin's line about the first GPU memory of a connection.
+/// In the plugin's line about the first GPU memory of a connection: which way it goes.
 const STAGED: &str = ": staging; ";
+const BY_DMABUF: &str = ": GPUDirect by dma-buf; ";
+const BY_ADDRESS: &str = ": GPUDirect by nvidia_peermem; ";
+/// In its line about memory, of any connection, that could not go the way that was chosen.
+const FELL_BACK: (&str, &str) = ("GPU memory goes by ", " instead");
 /// In NCCL's line about a user's buffer that the network knows, and about one that it does not.
 const REGISTERED: &str = " - NET register userbuff";
 const NOT_REGISTERED: &str = " failed to NET register";
@@ -391,12 +395,34 @@ impl Setting {
         if path != GpuPath::Auto {
             ensure!(path == GpuPath::Staging || !staged, "a line says '{STAGED}', but this is path {}", path.name());
         }
+        self.proven_by_plugin(path, all, log)?;
         if self.register {
             let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count();
             let (done, failed) = (count(REGISTERED), count(NOT_REGISTERED));
             ensure!(done > 0 && failed == 0, "{done} lines say '{REGISTERED}', {failed} say '{NOT_REGISTERED}'");
         }
         Ok(())
+    }
+
+    /// The plugin says of each connection which way its first GPU memory takes, and of any later one that has to go another.
+    fn proven_by_plugin(&self, path: GpuPath, channels: usize, log: &str) -> anyhow::Result<()> {
+        let mark = match path {
+            GpuPath::Dmabuf => BY_DMABUF,
+            GpuPath::Peermem => BY_ADDRESS,
+            GpuPath::Staging => STAGED,
+            GpuPath::Host | GpuPath::Mix | GpuPath::MixHost | GpuPath::Auto => return Ok(()),
+        };
+        if !self.is_net("RDMA") {
+            return Ok(());
+        }
+        let said = log.lines().filter(|line| line.contains(mark)).count();
+        // Ranks of one host may use each other's connections, which the other's log tells of.
+        if self.placement.per_host == 1 {
+            ensure!(said >= channels, "{said} lines say '{mark}', but there are {channels} channels");
+        }
+        let (begin, end) = FELL_BACK;
+        let other = log.lines().find_map(|line| line.split_once(begin).filter(|(_, way)| way.contains(end)));
+        other.map_or(Ok(()), |(_, way)| bail!("the plugin says: {begin}{way}"))
     }
 }
 
@@ -533,17 +559,41 @@ mod tests {
         format!("gpu:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/{via}\n")
     }
 
+    /// As the plugin says it of a connection.
+    fn goes(way: &str) -> String {
+        format!("x NCCL INFO NET/RDMA : GPU 0 (NVIDIA H200) with peer b pid 7: {way}; NCCL_NET_RDMA_GPU_PATH\n")
+    }
+
+    #[test]
+    fn the_plugin_says_of_each_connection_which_way_its_memory_takes() {
+        let channels = |n| START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA").repeat(n);
+        let dmabuf = setting("RDMA", GpuPath::Dmabuf);
+        let log = channels(2) + &goes("GPUDirect by dma-buf").repeat(2);
+        dmabuf.proven(0, &log).unwrap();
+        let error = dmabuf.proven(0, &(log.clone() + &channel("RDMA/0/GDRDMA"))).unwrap_err().to_string();
+        assert!(error.starts_with("2 lines say") && error.ends_with("there are 3 channels"), "{error}");
+        let later = "x NCCL WARN NET/RDMA : mlx5_0:1: GPU memory goes by staging instead: the provider refused\n";
+        let error = dmabuf.proven(0, &(log.clone() + later)).unwrap_err().to_string();
+        assert!(error.contains("goes by staging instead: the provider refused"), "{error}");
+        // What others do is not for the plugin to say, and a rank may use another's connections.
+        let ib = START.replace("RDMA", "IB") + AVAILABLE + &channel("IB/0/GDRDMA");
+        setting("IB", GpuPath::Dmabuf).proven(0, &ib).unwrap();
+        let placement = Placement { per_host: 2, ..Placement::default() };
+        Setting { placement, ..dmabuf }.proven(0, &channels(2)).unwrap();
+    }
+
     #[test]
     fn the_channels_say_which_way_the_data_took() {
         let host = START.to_owned() + &channel("RDMA/0") + &channel("RDMA/0/Shared");
         let direct =
             START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &channel("RDMA/0(1)/GDRDMA(PCI)/Shared");
+        let said = direct.clone() + &goes("GPUDirect by dma-buf").repeat(2);
         let half = host.clone() + AVAILABLE + &channel("RDMA/0/GDRDMA");
         setting("RDMA", GpuPath::Host).proven(0, &host).unwrap();
-        setting("RDMA", GpuPath::Dmabuf).proven(0, &direct).unwrap();
+        setting("RDMA", GpuPath::Dmabuf).proven(0, &said).unwrap();
         setting("RDMA", GpuPath::Auto).proven(0, &half).unwrap();
         let peermem = setting("RDMA", GpuPath::Peermem);
-        peermem.proven(0, &direct.replace(AVAILABLE, "")).unwrap();
+        peermem.proven(0, &(direct.replace(AVAILABLE, "") + &goes("GPUDirect by nvidia_peermem").repeat(2))).unwrap();
         let says = |path, log: &str| setting("RDMA", path).proven(0, log).unwrap_err().to_string();
         assert!(says(GpuPath::Peermem, &direct).contains("DMA-BUF is available"));
         assert!(says(GpuPath::Dmabuf, &direct.replace(AVAILABLE, "")).contains("DMA-BUF is available"));
@@ -558,10 +608,8 @@ mod tests {
 
     #[test]
     fn staging_is_told_from_gpudirect_rank_by_rank() {
-        let staged = START.to_owned()
-            + &channel("RDMA/0/GDRDMA")
-            + "x NCCL INFO NET/RDMA : GPU 0 (NVIDIA H200) with peer b pid 7: staging; NCCL_NET_RDMA_GPU_PATH=staging\n";
-        let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let staged = START.to_owned() + &channel("RDMA/0/GDRDMA") + &goes("staging");
+        let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &goes("GPUDirect by dma-buf");
         let host = START.to_owned() + &channel("RDMA/0");
         setting("RDMA", GpuPath::Staging).proven(1, &staged).unwrap();
         let mix = setting("RDMA", GpuPath::Mix);
@@ -577,7 +625,7 @@ mod tests {
 
     #[test]
     fn registered_buffers_must_be_known_to_the_network() {
-        let log = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let log = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &goes("GPUDirect by dma-buf");
         let registered = "x NCCL INFO rank 0 - NET register userbuff 0x7f (handle 0x7e), buffSize 64\n";
         let failed = "x NCCL INFO rank 0 failed to NET register userbuff 0x7f buffSize 64 GDR flag 1\n";
         let register = Setting { register: true, ..setting("RDMA", GpuPath::Dmabuf) };
