@@ -34,8 +34,10 @@ mod tests {
 
     #[test]
     fn every_operation_is_right_on_every_path() {
-        for args in ["--ranks 2 --type int8,int32,int64,float --iters 1", "--ranks 3 --path dmabuf --graph --behind 2 --iters 2"]
-        {
+        for args in [
+            "--ranks 2 --type int8,int32,int64,float --iters 1",
+            "--ranks 3 --path dmabuf --graph --behind 2 --iters 2",
+        ] {
             let (passed, text) = check("", &format!("--op {ALL} {args}"));
             assert!(passed && text.contains("1 passed, 0 failed"), "{text}");
         }
