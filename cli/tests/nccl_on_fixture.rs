@@ -59,8 +59,8 @@ mod tests {
 
     #[test]
     fn an_operation_that_never_ends_is_named() {
-        let (passed, text) = check("hangs", "--behind 1 --time-limit 4");
-        let hung = "all_reduce of 8 bytes of float, out of place: the operation is not done after 2s";
+        let (passed, text) = check("hangs", "--behind 1 --time-limit 10");
+        let hung = "all_reduce of 8 bytes of float, out of place: the operation is not done after 5s";
         assert!(!passed && text.contains(hung) && text.contains("failed-1.log"), "{text}");
     }
 
