@@ -8,6 +8,19 @@ pub(crate) fn value(rank: usize, i: usize, round: usize) -> i32 {
     i32::try_from(mix(start.wrapping_add(word(i))) >> 44).unwrap_or(0)
 }
 
+/// Operations that are done again and again take turns at places of one input. No element is the same in two of them, so that
+/// what was left by any of the last ones can't pass for another's result. Prime, as what slots are counted by is not.
+pub(crate) const TURNS: usize = 61;
+/// Bytes from one place to the next, which leaves all as well aligned as the first.
+const STRIDE: usize = 4096;
+/// Bytes that the input needs for it.
+pub(crate) const SLACK: usize = TURNS * STRIDE;
+
+/// Where the input of the n-th operation begins, in bytes.
+pub(crate) fn turn(n: usize) -> usize {
+    n % TURNS * STRIDE
+}
+
 /// The last step of splitmix64: every bit of the result depends on every bit of `x`.
 pub(crate) fn mix(x: u64) -> u64 {
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -68,6 +68,7 @@ mod tests {
         caught("garbage-first", "ll-lines", "neither old nor new");
         caught("late-byte", "abort-receives", "memory that deregMr had handed back");
         caught("no-truncate", "long-sends", "buffer 0 has size");
+        caught("done-early", "sizes", " is 0x5a, not ");
     }
 
     #[test]
@@ -124,6 +125,11 @@ mod tests {
         let shown = text(&output);
         assert!(!output.status.success(), "{shown}");
         assert!(shown.contains("elements are wrong"), "{shown}");
+
+        // One size, so that only what is timed has late data, and with 3 ranks only those that are summed: equal sums hid them.
+        let output = nccl_rdma("done-early", &["demo", "--ranks", "3", "--min", "4K", "--max", "4K", "--iters", "6"]);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains("elements are wrong"), "{shown}");
     }
 
     #[test]

@@ -124,6 +124,18 @@ mod tests {
     }
 
     #[test]
+    fn training_is_judged() {
+        let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let mut command = Command::new("python3");
+        command
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .arg(here.join("tests/ci_gpu_train.py"))
+            .arg(here.join("../ci/gpu-train.py"));
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
+    #[test]
     fn training_takes_every_path_and_no_option_of_others() {
         let (status, text, calls) = Tree::new().run("behind train --max 8M", &[]);
         assert_eq!(status, 0, "{text}");

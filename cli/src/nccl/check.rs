@@ -232,7 +232,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                     println!("FAIL {setting}, protocol {protocol}: {error:#}");
                     let log_of = |rank: &str| check.log(&setting, protocol, rank);
                     if let Some(log) = keep_logs(setting.ranks, log_of) {
-                        println!("NCCL's log of rank 0 is kept as {}, the others beside it", log.display());
+                        println!("NCCL's logs of it are kept, the first as {}", log.display());
                     }
                     failed.push(format!("path {}, protocol {protocol}", path.name()));
                 }
@@ -313,11 +313,9 @@ impl Check<'_> {
 fn keep_logs(ranks: usize, log_of: impl Fn(&str) -> PathBuf) -> Option<PathBuf> {
     let kept = |rank: usize, n: usize| log_of(&rank.to_string()).with_extension(format!("failed-{n}.log"));
     let n = (1..).find(|&n| (0..ranks).all(|rank| !kept(rank, n).exists()))?;
-    for rank in 0..ranks {
-        // A rank that never came so far has none.
-        let _ = fs::rename(log_of(&rank.to_string()), kept(rank, n));
-    }
-    Some(kept(0, n))
+    // A rank that never came so far has none.
+    let renamed = (0..ranks).filter(|&rank| fs::rename(log_of(&rank.to_string()), kept(rank, n)).is_ok());
+    renamed.map(|rank| kept(rank, n)).collect::<Vec<_>>().into_iter().next()
 }
 
 #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
@@ -493,5 +491,6 @@ mod tests {
             ("first".into(), "second".into())
         );
         assert!(!log("0").exists());
+        assert_eq!(keep_logs(2, log), None, "there was none");
     }
 }

@@ -14,7 +14,7 @@ use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, encode};
 use crate::gpu::{Gpu, Kind, Nccl, Place};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{self, bandwidths};
-use crate::values::value;
+use crate::values::{SLACK, turn, value};
 
 /// The protocol's name that leaves the choice to NCCL.
 const DEFAULT: &str = "default";
@@ -471,18 +471,6 @@ impl Report {
 const PERIOD: usize = 1_000_003;
 const ELEMENT: usize = 4;
 
-/// Operations take turns at places of one input, an element of which is the same in no two of them: what was left of any of
-/// the last ones can't pass for the result of another. Prime, as what NCCL counts slots by is not.
-const TURNS: usize = 61;
-/// Bytes from one place to the next, which leaves all as well aligned as the first.
-const STRIDE: usize = 4096;
-const SLACK: usize = TURNS * STRIDE;
-
-/// Where the input of the n-th operation begins, in bytes.
-fn turn(n: usize) -> usize {
-    n % TURNS * STRIDE
-}
-
 /// Elements that are others than those that must be there.
 fn differing(got: &[u8], must: &[u8]) -> u64 {
     if got == must {
@@ -570,6 +558,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::values::TURNS;
 
     fn names(names: &[&str]) -> Vec<String> {
         names.iter().map(|&name| name.to_owned()).collect()
