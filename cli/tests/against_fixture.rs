@@ -165,4 +165,20 @@ mod tests {
         assert!(output.status.success(), "{}", text(&output));
         assert_eq!(String::from_utf8_lossy(&output.stdout).lines().count(), 4);
     }
+
+    /// A full-size answer would be counted as time of the stream, though not as bytes: a fifth of a stream of four messages.
+    #[test]
+    fn perf_answers_a_stream_with_an_empty_message() {
+        let folder = tempfile::tempdir().unwrap();
+        let tally = folder.path().join("sent");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
+        command.args(["perf", "--sizes", "1M", "--volume", "4M", "--rounds", "2", "--plugin"]).arg(fixture());
+        let output = command.env("FIXTURE_TALLY", &tally).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        let sent = std::fs::read_to_string(tally).unwrap();
+        let mut sent: Vec<usize> = sent.lines().map(|line| line.parse().unwrap()).collect();
+        sent.sort_unstable();
+        // In each of three rounds, the first to warm up, a ping and its answer, and four messages.
+        assert_eq!(sent, [3 << 20, 3 * 5 << 20]);
+    }
 }

@@ -14,10 +14,9 @@ use serde::{Deserialize, Serialize};
 use super::machine::Machine;
 use crate::abi::{self, AnyComm, Buffer, Memory, PTR_CUDA, PTR_DMABUF, Plugin, Properties, Region};
 use crate::gpu::{DeviceMemory, Gpu};
-use crate::pipe::{self, Batch, Pipe};
+use crate::pipe::{self, Batch, EMPTY, Pipe};
 use crate::procs::{Mailbox, Seat};
 
-const EMPTY: Range<usize> = Range { start: 0, end: 0 };
 /// For a message between the ranks outside the measurement.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Room that messages in flight share, unless a single one is larger.
@@ -299,35 +298,20 @@ impl<'a> Bench<'a> {
         Ok(Row { bytes, wrong, cpu, times })
     }
 
-    fn sends<'b>(&'b self, ranges: &'b [Range<usize>]) -> Option<Batch<'b>> {
-        Some(Batch { buffer: self.outgoing.region(), memory: self.send_memory, ranges })
+    fn sends<'b>(&'b self, ranges: &'b [Range<usize>]) -> Batch<'b> {
+        Batch { buffer: self.outgoing.region(), memory: self.send_memory, ranges }
     }
 
-    fn recvs<'b>(&'b self, ranges: &'b [Range<usize>]) -> Option<Batch<'b>> {
-        Some(Batch { buffer: self.incoming.region(), memory: self.recv_memory, ranges })
+    fn recvs<'b>(&'b self, ranges: &'b [Range<usize>]) -> Batch<'b> {
+        Batch { buffer: self.incoming.region(), memory: self.recv_memory, ranges }
     }
 
-    /// A message there and back.
     fn ping(&self, ranges: &[Range<usize>]) -> anyhow::Result<()> {
-        let one = &ranges[..1];
-        if self.rank == 0 {
-            self.pipe.transfer(self.sends(one), None)?;
-            self.pipe.transfer(None, self.recvs(one))
-        } else {
-            self.pipe.transfer(None, self.recvs(one))?;
-            self.pipe.transfer(self.sends(one), None)
-        }
+        self.pipe.ping(self.rank, self.sends(ranges), self.recvs(ranges))
     }
 
-    /// Messages from rank 0; an empty one comes back, so that the sender's clock covers the arrival of the last.
-    fn stream(&self, ranges: &[Range<usize>], mut rest: impl FnMut()) -> anyhow::Result<()> {
-        if self.rank == 0 {
-            self.pipe.transfer_with(self.sends(ranges), None, &mut rest)?;
-            self.pipe.transfer_with(None, self.recvs(&[EMPTY]), rest)
-        } else {
-            self.pipe.transfer_with(None, self.recvs(ranges), &mut rest)?;
-            self.pipe.transfer_with(self.sends(&[EMPTY]), None, rest)
-        }
+    fn stream(&self, ranges: &[Range<usize>], rest: impl FnMut()) -> anyhow::Result<()> {
+        self.pipe.stream(self.rank, self.sends(ranges), self.recvs(ranges), rest)
     }
 
     /// CPU time of a turn in which nothing moves: each rank in turn waits for the other, which sleeps.
@@ -337,10 +321,10 @@ impl<'a> Bench<'a> {
         for sleeper in [0, 1] {
             if self.rank == sleeper {
                 sleep(SLEEP);
-                self.pipe.transfer(self.sends(&[EMPTY]), None)?;
+                self.pipe.transfer(Some(self.sends(&[EMPTY])), None)?;
             } else {
                 let begun = cpu_time()?;
-                self.pipe.transfer_with(None, self.recvs(&[EMPTY]), || {
+                self.pipe.transfer_with(None, Some(self.recvs(&[EMPTY])), || {
                     turns += 1;
                     sleep(NAP);
                 })?;
@@ -358,7 +342,7 @@ impl<'a> Bench<'a> {
         self.incoming.put(self.gpu.as_ref(), &bytes)?;
         fill(&mut bytes, self.rank, round);
         self.outgoing.put(self.gpu.as_ref(), &bytes)?;
-        self.pipe.transfer(self.sends(ranges), self.recvs(ranges))?;
+        self.pipe.transfer(Some(self.sends(ranges)), Some(self.recvs(ranges)))?;
         let mut got = vec![0; all];
         self.incoming.get(self.gpu.as_ref(), &mut got)?;
         fill(&mut bytes, 1 - self.rank, round);
