@@ -69,7 +69,7 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     /// Bytes that arrived wrong.
     pub(super) wrong: u64,
-    /// CPU time for a message beyond idle polls, sending (rank 0) or receiving (rank 1).
+    /// CPU time for a message beyond idle polls, sending (rank 0) or receiving (rank 1). What is near 0 varies to both sides.
     pub(super) cpu: f64,
     /// From the sender.
     pub(super) times: Option<Times>,
@@ -78,9 +78,9 @@ pub(super) struct Row {
 /// Seconds for a message.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Times {
-    /// Half a round trip: the median and what 99 of 100 are below.
+    /// Half a round trip: the median and what 99 of 100 are below. None: there were fewer.
     pub(super) p50: f64,
-    pub(super) p99: f64,
+    pub(super) p99: Option<f64>,
     /// In a stream.
     pub(super) streaming: f64,
 }
@@ -196,7 +196,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     if seat.rank == 0 {
         let bus_id = Gpu::bus_id(job.gpu).ok();
         let using = Using {
-            machine: Machine::look(&properties.name, properties.speed_mbps, bus_id.as_deref()),
+            machine: Machine::look(&properties.name, bus_id.as_deref()),
             memory: registered.name().to_owned(),
             flush: needs_flush,
         };
@@ -293,8 +293,12 @@ impl<'a> Bench<'a> {
             sleep(NAP);
         })?;
         let used = cpu_time()?.saturating_sub(begun).as_secs_f64();
-        let cpu = (used - f64::from(turns) * self.idle_turn).max(0.0) / messages;
-        let times = (self.rank == 0).then(|| Times { p50: part(&pings, 50), p99: part(&pings, 99), streaming });
+        let cpu = (used - f64::from(turns) * self.idle_turn) / messages;
+        let times = (self.rank == 0).then(|| Times {
+            p50: part(&pings, 50),
+            p99: (pings.len() >= 100).then(|| part(&pings, 99)),
+            streaming,
+        });
         Ok(Row { bytes, wrong, cpu, times })
     }
 
