@@ -173,7 +173,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     });
     // It only holds the fabric file.
-    drop(folder);
     let verdict = judge(&rows, args.expect);
     if let Some(why) = procs::failure(&outcomes?) {
         bail!("after {} of {} cases: {why}", rows.len(), cases.len());

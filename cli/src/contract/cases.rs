@@ -627,8 +627,7 @@ fn receive_steps(rank: &Rank<'_>, comm: RecvComm, steps: &[Step]) -> anyhow::Res
     let memory = plugin.reg_mr(comm, &buffer, 0..buffer.len())?;
     let mut flying = std::collections::VecDeque::new();
     // What each slot has until the next step comes into it.
-    let mut kept = [const { Vec::new() }; STEPS];
-    kept.fill(vec![0; LL_SLOT / 8]);
+    let mut kept = vec![vec![0; LL_SLOT / 8]; STEPS];
     let (mut posted, mut done, mut read, mut words) = (0, 0, 0, 0);
     while read < steps.len() || !flying.is_empty() {
         if posted < steps.len() && posted < read + STEPS {
