@@ -427,10 +427,9 @@ mod tests {
         sleep(Duration::from_millis(30));
         let asleep = cpu_time().unwrap() - begun;
         let (begun, start) = (cpu_time().unwrap(), Instant::now());
-        while start.elapsed() < Duration::from_millis(60) {
-            std::hint::spin_loop();
+        // Other processes may have the cores for a while.
+        while cpu_time().unwrap() - begun < Duration::from_millis(10) {
+            assert!(start.elapsed() < Duration::from_secs(30), "{asleep:?}");
         }
-        // Other tests of this process may be at work as well; on a busy machine this one gets half a core.
-        assert!(cpu_time().unwrap() - begun > Duration::from_millis(10), "{asleep:?}");
     }
 }
