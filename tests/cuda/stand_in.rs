@@ -1,16 +1,18 @@
 //! A `libcuda.so.1` for tests of staging where there is no GPU: the calls of the driver that staging makes, with a thread for
-//! each stream that copies late. A copy to the GPU writes the second half of a line of 128 bytes before the first.
+//! each stream that copies late, beside all that the program does meanwhile. A copy to the GPU writes the second half of a line of
+//! 128 bytes before the first, one of rows the last row first.
 //!
 //! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
 //! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: memory pinned while the
 //! thread minds stream captures. A copy of host memory that is not pinned, or of GPU memory that is not there or was freed, ends
-//! the process, at its start and when it is carried out: it would have spoilt someone's memory. A stream
+//! the process, at its start, when it is carried out and at its end: it would have spoilt someone's memory. A stream
 //! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel; but for those of
 //! cuStreamCreate, which are the program's own and may copy from and to any host memory.
 //!
 //! | variable | |
 //! |---|---|
-//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it |
+//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it; in the midst and at the end of one to the GPU a quarter each |
+//! | `CUDA_STAND_IN_SEED` | of these rests; without it they differ from process to process |
 //! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED` |
 #![allow(non_snake_case, reason = "the driver's names")]
 
@@ -159,9 +161,17 @@ fn start(context: usize) -> Stream {
     let (work, todo) = channel();
     let left = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&left);
-    let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let delay = number("CUDA_STAND_IN_DELAY").unwrap_or(0);
+    let seed = number("CUDA_STAND_IN_SEED").unwrap_or_else(|| u64::from(std::process::id()));
     let thread = std::thread::spawn(move || {
-        let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
+        let mut random = 0x9e37_79b9_7f4a_7c15 ^ seed;
+        let mut rest = || {
+            if delay > 0 {
+                std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
+            }
+        };
+        let pause = || std::thread::sleep(Duration::from_micros(delay / 4));
         if context == PRIMARY {
             loop {
                 std::thread::park();
@@ -173,37 +183,40 @@ fn start(context: usize) -> Stream {
             }
             match item {
                 Work::Copy { device, host, length, to_device } => {
-                    if delay > 0 {
-                        std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
-                    }
-                    // Both are there until it is done.
-                    let state = state();
-                    let view = state.copied(context, device, host, length);
+                    rest();
+                    let view = state().copied(context, device, host, length);
                     let (from, to) = if to_device { (host, view) } else { (view, host) };
                     let (from, to) = (from as *const u8, to as *mut u8);
-                    let length = usize::try_from(length).unwrap_or(0);
+                    let size = usize::try_from(length).unwrap_or(0);
                     if to_device {
                         // As a copy engine may: second halves of lines before the first, though not so late.
                         for half in [1, 0] {
-                            for at in (half * 64..length).step_by(128) {
+                            for at in (half * 64..size).step_by(128) {
                                 let (from, to) = (from.wrapping_add(at), to.wrapping_add(at));
-                                // SAFETY: both ranges were looked up just now.
-                                unsafe { ptr::copy_nonoverlapping(from, to, (length - at).min(64)) };
+                                // SAFETY: both ranges were looked up just now; that they went since is found below.
+                                unsafe { ptr::copy_nonoverlapping(from, to, (size - at).min(64)) };
                             }
-                            std::thread::sleep(Duration::from_micros(delay / 4));
+                            pause();
                         }
                     } else {
                         // SAFETY: as above.
-                        unsafe { ptr::copy_nonoverlapping(from, to, length) };
+                        unsafe { ptr::copy_nonoverlapping(from, to, size) };
                     }
+                    state().copied(context, device, host, length);
                 }
                 Work::Rows { device, host, pitch, width, height } => {
-                    let view = state().copied(context, device, host, pitch * (height - 1) + width);
-                    for row in 0..height {
+                    rest();
+                    let length = pitch * (height - 1) + width;
+                    let view = state().copied(context, device, host, length);
+                    for row in (0..height).rev() {
                         let (from, to) = ((host + row * pitch) as *const u8, (view + row * pitch) as *mut u8);
-                        // SAFETY: both ranges were looked up just now.
+                        // SAFETY: both ranges were looked up just now; that they went since is found below.
                         unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(width).unwrap_or(0)) };
+                        if row == height / 2 || row == 0 {
+                            pause();
+                        }
                     }
+                    state().copied(context, device, host, length);
                 }
                 Work::Write { address, value } => {
                     // SAFETY: inside pinned memory.
@@ -495,8 +508,8 @@ driver! {
         SUCCESS
     }
 
-    fn cuMemUnmap(_address: u64, _length: usize) {
-        SUCCESS
+    fn cuMemUnmap(address: u64, _length: usize) {
+        if state().device.remove(&address).is_some() { SUCCESS } else { INVALID_VALUE }
     }
 
     fn cuMemAddressFree(_address: u64, _length: usize) {

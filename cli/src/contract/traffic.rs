@@ -536,6 +536,8 @@ pub(super) fn exchange(
     manner: Manner,
     deadline: Instant,
 ) -> anyhow::Result<()> {
+    let mut flows = out.iter().map(|(_, flow)| flow).chain(inn.iter().map(|(_, flow)| flow));
+    ensure!(flows.all(|flow| !flow.sends.is_empty()), "nothing to move: that proves nothing");
     let sends = out.iter_mut().map(|(lane, flow)| SendRun::new(plugin, lane, flow, manner));
     let mut sends = sends.collect::<anyhow::Result<Vec<_>>>()?;
     let recvs = inn.iter_mut().map(|(lane, flow)| RecvRun::new(plugin, lane, flow, manner));
