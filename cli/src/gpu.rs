@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, bail, ensure};
 use cudarc::driver::sys::{self as cuda, CUresult};
 
 use crate::abi::Region;
@@ -135,6 +135,16 @@ impl Gpu {
         let to = to.into().address(from.len());
         // SAFETY: the device memory is at least as large as the slice, which outlives the wait below.
         let result = unsafe { cuda::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.stream) };
+        cu("cuMemcpyHtoDAsync", result)?;
+        self.synchronize()
+    }
+
+    /// From pinned memory, hence by a copy engine.
+    pub(crate) fn copy_in(&self, to: &DeviceMemory, from: &HostMemory, bytes: usize) -> anyhow::Result<()> {
+        ensure!(bytes <= to.bytes && bytes <= size_of_val(from.words()), "a copy of {bytes} bytes is past the end");
+        // SAFETY: both are at least as large, and outlive the wait below.
+        let result =
+            unsafe { cuda::cuMemcpyHtoDAsync_v2(to.address, from.words().as_ptr().cast(), bytes, self.stream) };
         cu("cuMemcpyHtoDAsync", result)?;
         self.synchronize()
     }
