@@ -376,7 +376,8 @@ impl Comm {
             let keys = Keys::new(rails.lkeys, rails.rkeys, flushed);
             return base.hand_out(keys, Held { _registrations: rails.registrations, shadow: None });
         };
-        if rails.registrations.is_empty() {
+        let mixed = !rails.registrations.is_empty();
+        if !mixed {
             // Messages of no bytes have these keys.
             (rails.lkeys, rails.rkeys) = (host.lkeys, host.rkeys);
         }
@@ -385,6 +386,7 @@ impl Comm {
             lkeys: host.lkeys,
             rkeys: host.rkeys,
             sizes: sizes.from..sizes.to.min(staging::LARGEST + 1),
+            mixed,
             copier: lane,
         };
         rails.registrations.append(&mut host.registrations);

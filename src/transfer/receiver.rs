@@ -405,12 +405,12 @@ impl<P: Post> Receiver<P> {
     /// error state or gone.
     pub unsafe fn irecv_hinted(&mut self, buffer: &Buffer) -> Result<Option<u8>, Fault> {
         // SAFETY: alive by this function's contract.
-        let staged = unsafe { buffer.keys.as_ref() }.staged(buffer.size).is_some();
-        if staged || !self.takes_hints() {
+        let shadow = unsafe { buffer.keys.as_ref() }.staged(buffer.size);
+        if shadow.is_some_and(|shadow| shadow.takes_hinted(buffer.size)) || !self.takes_hints() {
             // What arrives is to be copied, or the peer tells of it.
             // SAFETY: this function's contract says more.
             let posted = unsafe { self.irecv(std::slice::from_ref(buffer)) }?;
-            if let (true, Some(_), Some(inbox)) = (staged, posted, &mut self.inbox) {
+            if let (Some(_), Some(_), Some(inbox)) = (shadow, posted, &mut self.inbox) {
                 inbox.is_flagged(slot(self.tail.wrapping_sub(1)));
             }
             return Ok(posted);

@@ -259,6 +259,7 @@ impl Memory {
                 lkeys: [3; MAX_RAILS],
                 rkeys: [4; MAX_RAILS],
                 sizes,
+                mixed: false,
                 copier: Arc::<Late>::clone(copier),
             });
         }
@@ -1156,6 +1157,32 @@ fn a_sender_whose_copies_are_late_answers_again() {
     }
 }
 
+/// NCCL posts the size of its slot for 8 bytes of LL, too: by that they would all be staged, and wait for a completion.
+#[test]
+fn what_is_hinted_is_staged_only_where_all_is() {
+    let copier = Late::new(true);
+    for mixed in [false, true] {
+        let mut p = pair(1, 1, 1, 1 << 20);
+        let mut to = Memory::new(vec![0; 5000], None, 0..0);
+        let shadow = Shadow {
+            offset: 64,
+            lkeys: [3; MAX_RAILS],
+            rkeys: [4; MAX_RAILS],
+            sizes: 4096..u64::MAX,
+            mixed,
+            copier: Arc::<Late>::clone(&copier),
+        };
+        *to.keys = Keys::new([1; MAX_RAILS], [2; MAX_RAILS], false).staged_by(shadow);
+        let b = buffer(&mut to.bytes, &to.keys);
+        // SAFETY: nothing is sent.
+        let hinted = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+        let done = p.receiver.test(hinted).expect("no fault") == RecvProgress::Done { sizes: &[5000] };
+        assert_eq!((done, to.keys.hinted_in_flight()), (mixed, u32::from(mixed)));
+        let other = receive(&mut p, &mut to);
+        assert_eq!(p.receiver.test(other).expect("no fault"), RecvProgress::Pending, "by the size that is posted");
+    }
+}
+
 /// NCCL frees what a send that is done was sent from.
 #[test]
 fn a_send_that_the_closed_peer_does_not_need_is_done_when_its_copy_is() {
@@ -1184,6 +1211,7 @@ fn a_copy_that_is_refused_ends_the_connection() {
         lkeys: [3; MAX_RAILS],
         rkeys: [4; MAX_RAILS],
         sizes: 1..u64::MAX,
+        mixed: false,
         copier: Arc::new(Broken),
     };
     let broken = |bytes| {
