@@ -11,7 +11,7 @@ use crate::transfer::{Copying, Owed};
 use super::NetError;
 use super::hello::kind;
 use super::registration::MrHandle;
-use super::stall::{Found, Vigil};
+use super::stall::{Calls, Found, Vigil};
 
 const FAILED: u32 = 1;
 const PEER_CLOSED: u32 = 2;
@@ -68,6 +68,8 @@ struct Cold {
     vigil: Option<Vigil>,
     /// The same over copies between GPU and host memory.
     copies: Option<Vigil>,
+    /// The same over the calls that start them.
+    calls: Option<Calls>,
     /// What the peer had received when it closed in good order, and when we learnt of it.
     closed: Option<(u32, Instant)>,
 }
@@ -146,9 +148,21 @@ impl Alert {
         self.cold().vigil = Some(vigil);
     }
 
-    /// Watches over copies, too.
-    pub(super) fn watch_copies(&self, vigil: Vigil) {
-        self.cold().copies = Some(vigil);
+    /// Watches over copies, too, and over the calls that start them.
+    pub(super) fn watch_copies(&self, vigil: Vigil, calls: Calls) {
+        let mut cold = self.cold();
+        cold.copies = Some(vigil);
+        cold.calls = Some(calls);
+    }
+
+    /// A look at the calls that start copies, of which the data path, that waits for one, can't tell: ends the connection where
+    /// one has not returned for too long.
+    #[cold]
+    pub(super) fn look_at_calls(&self) {
+        let Some(cause) = self.cold().calls.as_mut().and_then(Calls::look) else { return };
+        if self.fail(cause.clone(), |e| tracing::warn!(target: "init", "{}", e.text)) {
+            self.tell(&cause.text);
+        }
     }
 
     /// A look at the copies: for how long they have not gone on, if that is too long.
@@ -234,7 +248,7 @@ mod tests {
         let alert = Alert::default();
         let at = |reached, copies| alert.look_at_copies(Copying { reached, copies, bytes: 1 });
         assert_eq!(at(1, 1), None, "nobody watches");
-        alert.watch_copies(Vigil::new(Duration::from_secs(2)));
+        alert.cold().copies = Some(Vigil::new(Duration::from_secs(2)));
         assert!((0..20).all(|_| at(1, 0).is_none()), "none waits");
         assert!((0..20).all(|reached| at(reached, 3).is_none()), "they go on");
         let found: Vec<_> = (0..6).map(|more| at(19, 3 + more)).collect();

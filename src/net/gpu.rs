@@ -188,6 +188,10 @@ impl Copier for Lane {
         unsafe { self.start(copies) }
     }
 
+    fn has_room(&self, copies: usize) -> bool {
+        self.has_room(copies)
+    }
+
     #[inline]
     fn reached(&self) -> u32 {
         self.reached()

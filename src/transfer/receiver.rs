@@ -556,19 +556,22 @@ impl<P: Post> Receiver<P> {
             }
         }
         if self.inbox.is_some() {
-            self.land();
+            self.land()?;
         }
         Ok(())
     }
 
-    /// Counts what has been copied into GPU memory.
+    /// Counts what has been copied into GPU memory, and goes on with what waits to be.
     #[inline(never)]
-    fn land(&mut self) {
+    fn land(&mut self) -> Result<(), Fault> {
         while let Some(landing) = self.inbox.as_mut().and_then(|inbox| inbox.landed()) {
             self.requests[usize::from(landing.request)].left -= 1;
             // SAFETY: alive while its request is open, by irecv's contract.
             unsafe { landing.keys.as_ref() }.leave();
         }
+        let Some(inbox) = &mut self.inbox else { return Ok(()) };
+        // SAFETY: as in arrived_staged.
+        unsafe { inbox.go_on() }.map_err(|fault| self.stop(fault))
     }
 
     /// Whether copies can get done. Off the data path.
