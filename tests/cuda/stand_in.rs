@@ -14,7 +14,7 @@
 //! | variable | |
 //! |---|---|
 //! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it |
-//! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED` |
+//! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED`; dma-buf: its memory is not exported |
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::cell::{Cell, RefCell};
@@ -627,10 +627,12 @@ driver! {
     }
 
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
-        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED; of all others it has none.
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, _DMA_BUF_SUPPORTED; of all others
+        // it has none.
         write!(value, match attribute {
             75 => 9,
             102 => 1,
+            124 => c_int::from(std::env::var("CUDA_STAND_IN_LACKS").as_deref() != Ok("dma-buf")),
             _ => 0,
         })
     }
