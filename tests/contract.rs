@@ -11,7 +11,7 @@ mod tests {
     use std::path::{Path, PathBuf};
     use std::process::Command;
 
-    use nccl_net_rdma::memory::profile::{Adapter, Profile};
+    use nccl_net_rdma::memory::profile::{Adapter, Profile, derive_rules};
 
     fn root() -> &'static Path {
         Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -57,31 +57,80 @@ mod tests {
         staged("staged, two rails", "both", Some(fabric), &settings, &["--procs", "2", "--quick"]);
     }
 
-    /// The command's measurement of paths, where the GPU is the stand-in: staging and host memory, and the profile.
+    /// Cases that move data by themselves have them in GPU memory, too: none passes where that can't be registered.
+    #[test]
+    fn no_case_takes_host_memory_for_that_of_a_gpu() {
+        let own = tempfile::tempdir().expect("a directory");
+        let output = Command::new(built("bin/nccl-rdma"))
+            .args(["contract", "--gpu", "both", "--quick", "--plugin"])
+            .arg(built("lib/libnccl-net-rdma.so"))
+            .args(
+                ["sizes", "ll-lines", "hinted", "hinted-empty", "mr-two-comms"]
+                    .iter()
+                    .flat_map(|name| ["--only", name]),
+            )
+            .env("LD_LIBRARY_PATH", crate::cuda::folder())
+            .env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"))
+            .env("NCCL_NET_RDMA_GPU_PATH", "host")
+            .env("NCCL_SOCKET_IFNAME", "lo")
+            .env("SOFT_HCA_REGISTRY", own.path())
+            .output()
+            .expect("the driver runs");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(!output.status.success() && text.contains("\n0 passed, 5 failed\n"), "{text}");
+        assert_eq!(text.matches("can't register GPU memory").count(), 5, "{text}");
+    }
+
+    /// The command's measurement of paths, where the GPU is the stand-in: staging and host memory, and the profile. The ports of
+    /// the adapter differ in speed.
     #[test]
     fn paths_are_measured_and_make_a_profile() {
         let folder = tempfile::tempdir().expect("a folder");
         let out = folder.path().join("paths");
+        let registry = folder.path().join("registry");
+        std::fs::create_dir(&registry).expect("a folder");
+        let ports = (0..2).map(|host| {
+            let port = |number: usize, gbps: usize| {
+                format!(
+                    "[[host.device.port]]\nlink_layer = \"InfiniBand\"\nlid = {}\nrate_gbps = {gbps}\n\
+                     gids = [{{ index = 0, gid = \"fe80::{host}:{number}\", type = \"IB\" }}]\n",
+                    1 + host * 2 + number
+                )
+            };
+            let device = format!("name = \"soft_gpu0\"\nnode_guid = {}\n", 1 + host);
+            format!("[[host]]\nname = \"h{host}\"\n[[host.device]]\n{device}{}{}", port(0, 200), port(1, 100))
+        });
+        let fabric = folder.path().join("fabric.toml");
+        std::fs::write(&fabric, ports.collect::<String>()).expect("a file");
         let output = Command::new(built("bin/nccl-rdma"))
             .args(["bench", "paths", "--max", "64K", "--rounds", "1", "--budget", "2", "--paths", "staging,host"])
             .arg("--plugin")
             .arg(built("lib/libnccl-net-rdma.so"))
             .arg("--adapter")
             .arg(built("soft-hca/libibverbs.so.1"))
+            .arg("--fabric")
+            .arg(&fabric)
             .arg("--out")
             .arg(&out)
             .envs([("LD_LIBRARY_PATH", crate::cuda::folder()), ("CUDA_STAND_IN_DELAY", "100")])
+            .env("SOFT_HCA_REGISTRY", &registry)
+            .env("NCCL_SOCKET_IFNAME", "lo")
             .output()
             .expect("the command runs");
         let told = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success(), "{told}");
-        assert!(told.contains("staging: device soft_gpu0, GPU memory by address"), "{told}");
+        assert!(told.contains("staging: device soft_gpu0:1, GPU memory by address"), "{told}");
         assert!(told.contains("These figures\nprove that the tool works"), "{told}");
         let profile = Profile::load(&out.join("profile.json")).expect("a profile");
         let pair = &profile.pairs[0];
         assert_eq!((profile.adapter, &*pair.gpu.name, pair.sizes.len()), (Adapter::SoftHca, "Stand-in", 14));
         assert!(pair.sizes.iter().all(|size| size.staging.is_some() && size.host.is_some() && size.gdr.is_none()));
-        assert!(!pair.rules.is_empty());
+        assert_eq!(pair.rules, derive_rules(&pair.sizes));
+        assert!(
+            (pair.nic.port_gbps - 150.0).abs() < f64::EPSILON,
+            "as the plugin will find it: {}",
+            pair.nic.port_gbps
+        );
         let pcie = pair.sizes[0].staging.expect("measured").pcie_bytes_per_byte;
         assert!((pcie - 2.0).abs() < f64::EPSILON, "{pcie}");
     }
@@ -142,8 +191,25 @@ mod tests {
             output.status,
             String::from_utf8_lossy(&output.stderr)
         );
+        // What a plugin or a device can no longer do must not pass for a case that can't be played.
+        let skipped = text.lines().filter(|line| line.split_whitespace().nth(2) == Some("skip"));
+        let skipped: Vec<_> = skipped.filter_map(|line| line.split_whitespace().next()).collect();
+        assert_eq!(skipped, skips(arguments), "{name}:\n{text}");
         println!("{name}: {}", text.lines().last().unwrap_or(""));
         text.into_owned()
+    }
+
+    /// The cases that such a run must skip: every setting that is played as a whole has one device, and there is nothing to tell
+    /// to a profiler up to version 9.
+    fn skips(arguments: &[&str]) -> &'static [&'static str] {
+        if arguments.contains(&"--only") {
+            return &[];
+        }
+        if ["v6", "v7", "v8", "v9"].iter().any(|old| arguments.contains(old)) {
+            &["profiled", "fused"]
+        } else {
+            &["fused"]
+        }
     }
 
     /// The same with ports whose messages have at most so many bytes.

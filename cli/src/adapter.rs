@@ -18,6 +18,9 @@ pub(crate) struct AdapterArgs {
     fabric: Option<PathBuf>,
 }
 
+/// What both the plugin and soft-hca go by: files of one host, which mean nothing on another.
+pub(crate) const VARIABLES: [&str; 2] = ["NCCL_IBVERBS_LIB", "SOFT_HCA_FABRIC"];
+
 /// Files, by absolute paths unless the dynamic linker is to find them.
 #[derive(Clone, Debug)]
 pub(crate) struct Adapter {
@@ -47,13 +50,11 @@ impl AdapterArgs {
 }
 
 impl Adapter {
-    /// What both the plugin and soft-hca go by.
     pub(crate) fn environment(&self) -> Vec<(String, String)> {
-        let names = [("NCCL_IBVERBS_LIB", &self.library), ("SOFT_HCA_FABRIC", &self.fabric)];
         let set = |(name, file): (&str, &Option<PathBuf>)| {
             file.as_ref().map(|file| (name.to_owned(), file.to_string_lossy().into_owned()))
         };
-        names.into_iter().filter_map(set).collect()
+        VARIABLES.into_iter().zip([&self.library, &self.fabric]).filter_map(set).collect()
     }
 }
 

@@ -79,16 +79,16 @@ pub(crate) fn run(args: &CostArgs) -> anyhow::Result<()> {
     if !committed.compiler.is_empty() && committed.compiler != compiler {
         println!("committed with {}, now {compiler}: differences may be the compiler's\n", committed.compiler);
     }
-    let folder = std::env::temp_dir().join(format!("nccl-rdma-cost-{}", std::process::id()));
-    fs::create_dir_all(&folder)?;
+    let folder = tempfile::Builder::new().prefix("nccl-rdma-cost-").tempdir()?;
     let measured =
         SETTINGS.iter().filter(|s| s.name.contains(&args.only)).try_fold(BTreeMap::new(), |mut all, setting| {
-            let figures = measure(args, setting, &folder).with_context(|| format!("setting {:?}", setting.name))?;
+            let figures =
+                measure(args, setting, folder.path()).with_context(|| format!("setting {:?}", setting.name))?;
             print(setting, &figures, committed.settings.get(setting.name));
             all.insert(setting.name.to_owned(), figures);
             anyhow::Ok(all)
         });
-    fs::remove_dir_all(&folder)?;
+    folder.close()?;
     let settings = measured?;
     if args.save {
         let text = serde_json::to_string_pretty(&Committed { compiler, settings })? + "\n";

@@ -16,6 +16,7 @@ mod procs;
 mod ring;
 mod table;
 mod tear;
+mod values;
 mod wire;
 
 use std::path::PathBuf;
@@ -136,7 +137,7 @@ struct ContractArgs {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Index of the device to use
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     dev: i32,
     /// Fewer rounds, nothing above 1 MiB but one message of 16 MiB
     #[arg(long)]
@@ -148,13 +149,13 @@ struct ContractArgs {
     #[arg(long)]
     same_host: bool,
     /// Bound of one case in seconds
-    #[arg(long, default_value_t = 90, value_name = "S")]
+    #[arg(long, default_value_t = 90, value_name = "S", value_parser = table::seconds())]
     time_limit: u64,
     /// A rank must hear of its peer's death within this many seconds
-    #[arg(long, default_value_t = 20, value_name = "S")]
+    #[arg(long, default_value_t = 20, value_name = "S", value_parser = table::seconds())]
     error_bound: u64,
     /// connect must give up on a listener that has gone within this many seconds
-    #[arg(long, default_value_t = 75, value_name = "S")]
+    #[arg(long, default_value_t = 75, value_name = "S", value_parser = table::seconds())]
     connect_bound: u64,
     /// Print the cases and what they are about
     #[arg(long)]
@@ -214,7 +215,7 @@ struct DemoArgs {
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..))]
     iters: u32,
     /// Index of the device to use
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     dev: i32,
     /// Let a software adapter see all processes as one host
     #[arg(long)]
@@ -256,7 +257,7 @@ struct PerfArgs {
     #[arg(long, default_value = "64M", value_parser = table::parse_bytes)]
     volume: usize,
     /// Index of the device to use
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     dev: i32,
     /// Let a software adapter see both processes as one host
     #[arg(long)]

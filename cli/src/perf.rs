@@ -1,6 +1,7 @@
 //! `nccl-rdma perf`: half a round trip of one message, and bandwidth of a stream, between two processes.
 
 use std::path::PathBuf;
+use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
@@ -102,17 +103,10 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
         let fit = job.volume / bytes.max(1);
         let (pings, burst) = (u32::try_from((fit / 4).clamp(1, 200))?, fit.clamp(4, 2000));
         let ranges = vec![0..bytes; burst];
-        let sends = |n: usize| Some(Batch { buffer: &outgoing, memory: send_memory, ranges: &ranges[..n] });
-        let recvs = |n: usize| Some(Batch { buffer: &incoming, memory: recv_memory, ranges: &ranges[..n] });
-        let ping = || match seat.rank {
-            0 => pipe.transfer(sends(1), None).and_then(|()| pipe.transfer(None, recvs(1))),
-            _ => pipe.transfer(None, recvs(1)).and_then(|()| pipe.transfer(sends(1), None)),
-        };
-        // The last message of a burst is answered, so that the sender's clock covers its arrival.
-        let stream = || match seat.rank {
-            0 => pipe.transfer(sends(burst), None).and_then(|()| pipe.transfer(None, recvs(1))),
-            _ => pipe.transfer(None, recvs(burst)).and_then(|()| pipe.transfer(sends(1), None)),
-        };
+        let sends = Batch { buffer: &outgoing, memory: send_memory, ranges: &ranges };
+        let recvs = Batch { buffer: &incoming, memory: recv_memory, ranges: &ranges };
+        let ping = || pipe.ping(seat.rank, sends, recvs);
+        let stream = || pipe.stream(seat.rank, sends, recvs, yield_now);
         let mut row = Row { bytes, latency: Vec::new(), streaming: Vec::new() };
         for round in 0..=job.rounds {
             let ping_seconds = timed(pings, ping)? / 2.0;

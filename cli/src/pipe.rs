@@ -15,6 +15,9 @@ use crate::wire::{self, Link};
 /// Without any progress for this long a transfer has failed.
 const PATIENCE: Duration = Duration::from_secs(30);
 
+/// Of a message without bytes.
+pub(crate) const EMPTY: Range<usize> = Range { start: 0, end: 0 };
+
 /// Messages to send or to receive: their places in a registered buffer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Batch<'a> {
@@ -24,6 +27,11 @@ pub(crate) struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
+    /// Other places in the same buffer.
+    fn only(self, ranges: &'a [Range<usize>]) -> Self {
+        Self { ranges, ..self }
+    }
+
     fn slot(&self, at: usize) -> Slot<'a> {
         Slot { buffer: self.buffer, range: self.ranges[at].clone(), tag: 0, memory: self.memory }
     }
@@ -151,6 +159,35 @@ impl<'a> Pipe<'a> {
             rest();
         }
         Ok(())
+    }
+
+    /// The first message there and back, by rank 0 of the two ends.
+    pub(crate) fn ping(&self, rank: usize, sends: Batch<'_>, recvs: Batch<'_>) -> anyhow::Result<()> {
+        let (send, recv) = (sends.only(&sends.ranges[..1]), recvs.only(&recvs.ranges[..1]));
+        if rank == 0 {
+            self.transfer(Some(send), None)?;
+            self.transfer(None, Some(recv))
+        } else {
+            self.transfer(None, Some(recv))?;
+            self.transfer(Some(send), None)
+        }
+    }
+
+    /// All messages from rank 0; an empty one comes back, so that the sender's clock covers the arrival of the last.
+    pub(crate) fn stream(
+        &self,
+        rank: usize,
+        sends: Batch<'_>,
+        recvs: Batch<'_>,
+        mut rest: impl FnMut(),
+    ) -> anyhow::Result<()> {
+        if rank == 0 {
+            self.transfer_with(Some(sends), None, &mut rest)?;
+            self.transfer_with(None, Some(recvs.only(&[EMPTY])), rest)
+        } else {
+            self.transfer_with(None, Some(recvs), &mut rest)?;
+            self.transfer_with(Some(sends.only(&[EMPTY])), None, rest)
+        }
     }
 
     pub(crate) fn close(self) -> anyhow::Result<()> {

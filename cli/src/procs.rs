@@ -19,10 +19,15 @@ use serde_json::Value;
 
 use crate::abi::{self, LogLine};
 use crate::hosts::Meeting;
-use crate::{bench, contract, nccl, perf, ring, tear};
+use crate::{adapter, bench, contract, nccl, perf, ring, tear};
 
 /// How long the other ranks may go on once one has failed.
 const GRACE: Duration = Duration::from_secs(3);
+
+/// Between two looks whether a process has ended.
+const PAUSE: Duration = Duration::from_millis(2);
+/// No run lasts longer.
+const DAY: Duration = Duration::from_secs(86_400);
 
 /// What one process is asked to do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -140,6 +145,12 @@ impl Order {
         Self { seat, env }
     }
 
+    /// As it is for a second host, which has an adapter of its own.
+    fn elsewhere(mut self) -> Self {
+        self.env.retain(|(name, _)| !adapter::VARIABLES.contains(&&**name));
+        self
+    }
+
     /// Starts the rank's process; the socket is the other end of its standard input.
     pub(crate) fn spawn(&self) -> anyhow::Result<(Child, UnixStream)> {
         let (ours, theirs) = UnixStream::pair().context("no socket for a rank")?;
@@ -179,7 +190,7 @@ impl Started {
     fn start(spec: &Spec<'_>, rank: usize, events: Sender<Event>) -> anyhow::Result<Self> {
         let order = Order::new(spec, rank);
         let (place, line) = match spec.meeting {
-            Some(meeting) if rank % 2 == 1 => (Place::There(None), meeting.start(&order)?),
+            Some(meeting) if rank % 2 == 1 => (Place::There(None), meeting.start(&order.elsewhere())?),
             _ => order.spawn().map(|(child, line)| (Place::Here(child), line))?,
         };
         let reader = BufReader::new(line.try_clone()?);
@@ -204,9 +215,16 @@ impl Started {
         };
     }
 
-    fn wait(&mut self) -> anyhow::Result<ExitStatus> {
+    /// How the process ended, once its line is closed. The kernel may still be at its end then: the devices that it had open.
+    fn wait(&mut self, deadline: Instant) -> anyhow::Result<ExitStatus> {
         match &mut self.place {
-            Place::Here(child) => Ok(child.wait()?),
+            Place::Here(child) => loop {
+                match child.try_wait()? {
+                    Some(status) => return Ok(status),
+                    None if Instant::now() < deadline => thread::sleep(PAUSE),
+                    None => bail!("its line is closed, but the process has not ended (pid {})", child.id()),
+                }
+            },
             Place::There(status) => status.context("the second host has gone, or the way to it"),
         }
     }
@@ -215,7 +233,7 @@ impl Started {
 impl Drop for Started {
     fn drop(&mut self) {
         self.kill();
-        let _ = self.wait();
+        let _ = self.wait(Instant::now() + GRACE);
     }
 }
 
@@ -229,7 +247,7 @@ pub(crate) fn run(spec: &Spec<'_>, mut report: impl FnMut(usize, Value)) -> anyh
     }
     drop(sender);
 
-    let mut deadline = Instant::now() + spec.time_limit;
+    let mut deadline = Instant::now() + spec.time_limit.min(DAY);
     let mut first_failure = None;
     let mut done: Vec<Option<Result<(), String>>> = vec![None; spec.ranks];
     let mut log: Vec<Vec<LogLine>> = vec![Vec::new(); spec.ranks];
@@ -266,7 +284,7 @@ pub(crate) fn run(spec: &Spec<'_>, mut report: impl FnMut(usize, Value)) -> anyh
             Ok(Event::Closed(rank)) => {
                 alive[rank] = false;
                 at[rank].get_or_insert_with(clock);
-                let end = match (done[rank].take(), ranks[rank].wait()) {
+                let end = match (done[rank].take(), ranks[rank].wait(deadline.max(Instant::now() + GRACE))) {
                     (Some(Err(error)), _) => Err(error),
                     (_, Err(lost)) => Err(format!("{lost:#}")),
                     (done, Ok(status)) => ended(done, status, spec.dies == Some(rank)),
@@ -458,6 +476,30 @@ mod tests {
         assert_eq!(failure(&outcomes).unwrap(), "rank 2: byte 3 is wrong");
         assert_eq!(failure(&outcomes[..2]).unwrap(), "rank 1: isend returned 6");
         assert!(failure(&outcomes[3..]).is_none());
+    }
+
+    #[test]
+    fn a_process_that_does_not_end_is_not_waited_for() {
+        let child = Command::new("sleep").arg("60").spawn().unwrap();
+        let (line, _) = UnixStream::pair().unwrap();
+        let mut started = Started { place: Place::Here(child), line };
+        let why = started.wait(Instant::now() + Duration::from_millis(20)).unwrap_err().to_string();
+        assert!(why.contains("the process has not ended"), "{why}");
+        started.kill();
+        assert_eq!(started.wait(Instant::now() + GRACE).unwrap().signal(), Some(libc::SIGKILL));
+    }
+
+    #[test]
+    fn a_second_host_keeps_its_own_adapter() {
+        let job =
+            Job::Perf(perf::Job { plugin: "plugin".into(), dev: 0, sizes: Vec::new(), depth: 1, rounds: 1, volume: 1 });
+        let env = ["NCCL_IBVERBS_LIB", "NCCL_NET_RDMA_GPU_PATH", "SOFT_HCA_FABRIC"];
+        let env = env.map(|name| (name.to_owned(), "x".to_owned())).to_vec();
+        let spec =
+            Spec { ranks: 2, job, env, same_host: true, per_host: 1, time_limit: GRACE, dies: None, meeting: None };
+        let names = |order: Order| order.env.into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+        assert_eq!(names(Order::new(&spec, 1)).len(), 3);
+        assert_eq!(names(Order::new(&spec, 1).elsewhere()), ["NCCL_NET_RDMA_GPU_PATH"]);
     }
 
     #[test]

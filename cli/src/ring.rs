@@ -14,6 +14,7 @@ use crate::hosts::Meeting;
 use crate::pipe::{self, Batch, Pipe};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{ALL_REDUCE, all_reduce_row};
+use crate::values::{self, SLACK, turn};
 
 /// A chunk goes in slices of this size, as in NCCL's Simple protocol.
 const SLICE: usize = 512 << 10;
@@ -119,12 +120,13 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
             std::mem::replace(&mut ring, connect(mail)?).close()?;
         }
         let count = bytes / 4;
-        ring.fill(count, round);
+        ring.fill(count);
+        ring.clear(count);
         let mut wrong = 0;
         // Once to warm up, checked as well.
         ring.all_reduce(count)?;
-        wrong += ring.wrong(count, round);
-        ring.clear();
+        wrong += ring.wrong(count);
+        ring.clear(count);
         ring.meet()?;
         let iters = if bytes > 1 << 20 { job.iters.div_ceil(4) } else { job.iters };
         let start = Instant::now();
@@ -132,7 +134,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
             ring.all_reduce(count)?;
         }
         let seconds = start.elapsed().as_secs_f64() / f64::from(u32::try_from(iters)?);
-        wrong += ring.wrong(count, round);
+        wrong += ring.wrong(count);
         mail.report(&Note::Row { bytes, seconds, wrong })?;
     }
     mail.barrier(Instant::now() + Duration::from_secs(60))?;
@@ -152,30 +154,51 @@ struct Ring<'a> {
     output_out: Memory,
     output_in: Memory,
     scratch_in: Memory,
+    /// Elements of the input that have been laid out.
+    filled: usize,
+    /// Operations that have been done.
+    done: usize,
 }
 
 impl<'a> Ring<'a> {
     fn new(plugin: &'a Plugin, pipe: Pipe<'a>, rank: usize, ranks: usize, bytes: usize) -> anyhow::Result<Self> {
-        let (input, output, scratch) = (Buffer::new(bytes)?, Buffer::new(bytes)?, Buffer::new(bytes)?);
+        let (input, output, scratch) = (Buffer::new(bytes + SLACK)?, Buffer::new(bytes)?, Buffer::new(bytes)?);
         let input_out = plugin.reg_mr(pipe.send, &input, 0..input.len())?;
         let output_out = plugin.reg_mr(pipe.send, &output, 0..output.len())?;
         let output_in = plugin.reg_mr(pipe.recv, &output, 0..output.len())?;
         let scratch_in = plugin.reg_mr(pipe.recv, &scratch, 0..scratch.len())?;
-        Ok(Self { plugin, pipe, rank, ranks, input, output, scratch, input_out, output_out, output_in, scratch_in })
+        Ok(Self {
+            plugin,
+            pipe,
+            rank,
+            ranks,
+            input,
+            output,
+            scratch,
+            input_out,
+            output_out,
+            output_in,
+            scratch_in,
+            filled: 0,
+            done: 0,
+        })
     }
 
-    /// Reduce-scatter, then all-gather, from input to output.
+    /// Reduce-scatter, then all-gather, from its turn of the input to output.
     fn all_reduce(&mut self, count: usize) -> anyhow::Result<()> {
         let (me, n) = (self.rank, self.ranks);
+        let given = |chunk: Range<usize>| chunk.start + turn(self.done)..chunk.end + turn(self.done);
         for step in 0..n - 1 {
             let (goes, comes) = ((me + n - step) % n, (me + n - step - 1) % n);
             let (goes, comes) = (chunk(count, n, goes), chunk(count, n, comes));
-            let (buffer, memory) =
-                if step == 0 { (&self.input, self.input_out) } else { (&self.output, self.output_out) };
+            let (buffer, memory, goes) = match step {
+                0 => (&self.input, self.input_out, given(goes)),
+                _ => (&self.output, self.output_out, goes),
+            };
             let sends = Batch { buffer, memory, ranges: &slices(goes) };
             let recvs = Batch { buffer: &self.scratch, memory: self.scratch_in, ranges: &slices(comes.clone()) };
             self.pipe.transfer(Some(sends), Some(recvs))?;
-            let (own, came) = (&self.input.bytes()[comes.clone()], &self.scratch.bytes()[comes.clone()]);
+            let (own, came) = (&self.input.bytes()[given(comes.clone())], &self.scratch.bytes()[comes.clone()]);
             add(&mut self.output.bytes_mut()[comes], own, came);
         }
         for step in 0..n - 1 {
@@ -185,6 +208,7 @@ impl<'a> Ring<'a> {
             let recvs = Batch { buffer: &self.output, memory: self.output_in, ranges: &comes };
             self.pipe.transfer(Some(sends), Some(recvs))?;
         }
+        self.done += 1;
         Ok(())
     }
 
@@ -200,22 +224,27 @@ impl<'a> Ring<'a> {
         Ok(())
     }
 
-    fn fill(&mut self, count: usize, round: usize) {
-        let (elements, _) = self.input.bytes_mut()[..count * 4].as_chunks_mut();
-        for (i, element) in elements.iter_mut().enumerate() {
-            *element = value(self.rank, i, round).to_ne_bytes();
+    /// Lays out the input of all turns.
+    fn fill(&mut self, count: usize) {
+        let (elements, _) = self.input.bytes_mut()[..count * 4 + SLACK].as_chunks_mut();
+        for (i, element) in elements.iter_mut().enumerate().skip(self.filled) {
+            *element = value(self.rank, i).to_ne_bytes();
         }
-        self.clear();
+        self.filled = self.filled.max(elements.len());
     }
 
-    fn clear(&mut self) {
-        self.output.bytes_mut().fill(0xff);
+    /// Nothing that is there may be right.
+    fn clear(&mut self, count: usize) {
+        for buffer in [&mut self.output, &mut self.scratch] {
+            buffer.bytes_mut()[..count * 4].fill(0xff);
+        }
     }
 
-    /// Elements of the output that are not the sum over all ranks.
-    fn wrong(&self, count: usize, round: usize) -> u64 {
+    /// Elements of the output that are not the sum over all ranks in the latest operation.
+    fn wrong(&self, count: usize) -> u64 {
         let (elements, _) = self.output.bytes()[..count * 4].as_chunks();
-        let sum = |i| (0..self.ranks).map(|rank| value(rank, i, round)).sum::<f32>();
+        let start = turn(self.done - 1) / 4;
+        let sum = |i| (0..self.ranks).map(|rank| value(rank, start + i)).sum::<f32>();
         let wrong = elements.iter().enumerate().filter(|(i, e)| f32::from_ne_bytes(**e).to_bits() != sum(*i).to_bits());
         u64::try_from(wrong.count()).unwrap_or(u64::MAX)
     }
@@ -242,9 +271,9 @@ fn slices(chunk: Range<usize>) -> Vec<Range<usize>> {
     starts.map(|start| start..(start + SLICE).min(chunk.end)).collect()
 }
 
-/// Small whole numbers, so that every sum is exact.
-fn value(rank: usize, i: usize, round: usize) -> f32 {
-    f32::from(u8::try_from((i * 31 + rank * 17 + round * 7) % 61).unwrap_or(0))
+/// Whole numbers below 2^16, so that the sum of 64 is exact.
+fn value(rank: usize, i: usize) -> f32 {
+    f32::from(u16::try_from(values::value(rank, i, 0) >> 4).unwrap_or(0))
 }
 
 fn add(out: &mut [u8], a: &[u8], b: &[u8]) {

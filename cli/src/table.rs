@@ -1,4 +1,7 @@
-//! Tables on the terminal: rows of fixed columns that can be printed one by one while a long run goes on.
+//! Tables on the terminal: rows of fixed columns that can be printed one by one while a long run goes on; and
+//! what is typed for the command's options.
+
+use clap::builder::{RangedI64ValueParser, RangedU64ValueParser};
 
 /// The columns of a table: heading and width, right-aligned unless the width is negative.
 #[derive(Clone, Copy, Debug)]
@@ -68,6 +71,16 @@ pub(crate) fn parse_bytes(text: &str) -> Result<usize, String> {
     };
     let number: usize = digits.parse().map_err(|error| format!("{text:?} is not a size: {error}"))?;
     number.checked_mul(scale).filter(|&n| n <= 1 << 30).ok_or_else(|| format!("{text}: more than 1 GiB"))
+}
+
+/// A limit in seconds, up to a day.
+pub(crate) fn seconds() -> RangedU64ValueParser {
+    RangedU64ValueParser::new().range(1..=86_400)
+}
+
+/// The number of a device.
+pub(crate) fn index() -> RangedI64ValueParser<i32> {
+    RangedI64ValueParser::new().range(0..)
 }
 
 /// `from`, twice that, ... up to `to`.

@@ -41,13 +41,13 @@ pub(crate) struct Args {
     #[arg(long, default_value_t = 20_000, value_parser = clap::value_parser!(u32).range(1..1 << 30))]
     rounds: u32,
     /// A case ends after this many milliseconds, however many writes are left
-    #[arg(long, default_value_t = 1000, value_name = "MS")]
+    #[arg(long, default_value_t = 1000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..=86_400_000))]
     case_limit: u64,
     /// Bound of the whole in seconds
-    #[arg(long, default_value_t = 120, value_name = "S")]
+    #[arg(long, default_value_t = 120, value_name = "S", value_parser = table::seconds())]
     time_limit: u64,
     /// Index of the GPU
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     device: i32,
     /// Torn units are no failure here, only counted
     #[arg(long)]
@@ -141,9 +141,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
     let odd = args.sizes.iter().find(|&&size| size == 0 || size % 128 != 0);
     ensure!(odd.is_none(), "size {}: not a multiple of 128", odd.unwrap_or(&0));
     let gpu = Gpu::probe(args.device)?;
-    let folder = std::env::temp_dir().join(format!("nccl-rdma-tear-{}", std::process::id()));
-    std::fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-    let adapter = args.adapter.resolve(&folder)?;
+    let folder = tempfile::Builder::new().prefix("nccl-rdma-tear-").tempdir()?;
+    let adapter = args.adapter.resolve(folder.path())?;
     let name =
         adapter.library.as_ref().map_or_else(|| "the system's libibverbs".to_owned(), |l| l.display().to_string());
     println!("GPU {} ({gpu}), {name}", args.device);
@@ -174,7 +173,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         }
     });
     // It only holds the fabric file.
-    let _ = std::fs::remove_dir_all(&folder);
     let verdict = judge(&rows, args.expect);
     if let Some(why) = procs::failure(&outcomes?) {
         bail!("after {} of {} cases: {why}", rows.len(), cases.len());

@@ -58,16 +58,65 @@ mod tests {
         assert!(text.contains("exports no ncclNetPlugin_v9"), "{text}");
     }
 
+    /// Nothing is a pass that has moved nothing.
+    #[test]
+    fn cases_without_a_size_are_skipped_or_refused() {
+        let output = nccl_rdma("", &["contract", "--quick", "--sizes", "8M"]);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains("no size is left"), "{shown}");
+
+        let mut args = vec!["contract", "--sizes", "2M"];
+        let skipped = ["self", "all-pairs", "short-sends", "sizes-null", "iflush"];
+        skipped.iter().chain(["sizes"].iter()).for_each(|name| args.extend(["--only", *name]));
+        let output = nccl_rdma("", &args);
+        let shown = text(&output);
+        assert!(output.status.success() && shown.contains("1 passed, 0 failed, 5 skipped"), "{shown}");
+        for name in skipped {
+            let why = |line: &str| line.starts_with(name) && line.contains("no size up to 1 MiB");
+            assert!(shown.lines().any(why), "{name}: {shown}");
+        }
+
+        let output = nccl_rdma("", &["contract", "--sizes", "0", "--only", "short-sends"]);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains("no case was played"), "{shown}");
+    }
+
+    #[test]
+    fn numbers_that_cannot_be_meant_are_refused() {
+        let (most, less) = (u64::MAX.to_string(), "--dev=-1");
+        for option in ["--time-limit", "--error-bound", "--connect-bound"] {
+            refused(&["contract", option, &most], option);
+        }
+        refused(&["bench", "paths", "--paths", "host", "--time-limit", &most], "--time-limit");
+        refused(&["tear", "--time-limit", &most], "--time-limit");
+        refused(&["tear", "--case-limit", &most], "--case-limit");
+        for command in [&["contract", less][..], &["demo", less], &["perf", less], &["bench", "paths", less]] {
+            refused(command, "--dev");
+        }
+        let output = nccl_rdma("", &["contract", "--only", "close-null", "--dev", "7"]);
+        assert!(text(&output).contains("`nccl-rdma devices` tells why"), "{}", text(&output));
+    }
+
+    /// Like a misspelt option, before anything is begun.
+    fn refused(args: &[&str], option: &str) {
+        let output = Command::new(env!("CARGO_BIN_EXE_nccl-rdma")).args(args).output().unwrap();
+        let shown = text(&output);
+        assert_eq!(output.status.code(), Some(2), "{args:?}: {shown}");
+        assert!(shown.contains(&format!("for '{option}")) && shown.contains("is not in"), "{args:?}: {shown}");
+    }
+
     #[test]
     fn breaches_of_the_data_path_are_caught() {
         caught("wrong-size", "sizes", "has size 1, not 0");
         caught("past-end", "sizes", "the guard after the buffer was written to");
         caught("past-end", "short-sends", "the space behind the payload was written to");
+        caught("past-end", "hinted", "behind the payload of step");
         caught("lose-zero", "zero-bytes", "receive");
         caught("mix-tags", "groups-2", "receive");
         caught("garbage-first", "ll-lines", "neither old nor new");
         caught("late-byte", "abort-receives", "memory that deregMr had handed back");
         caught("no-truncate", "long-sends", "buffer 0 has size");
+        caught("done-early", "sizes", " is 0x5a, not ");
     }
 
     #[test]
@@ -124,6 +173,11 @@ mod tests {
         let shown = text(&output);
         assert!(!output.status.success(), "{shown}");
         assert!(shown.contains("elements are wrong"), "{shown}");
+
+        // One size, so that only what is timed has late data, and with 3 ranks only those that are summed: equal sums hid them.
+        let output = nccl_rdma("done-early", &["demo", "--ranks", "3", "--min", "4K", "--max", "4K", "--iters", "6"]);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains("elements are wrong"), "{shown}");
     }
 
     #[test]
@@ -142,9 +196,21 @@ mod tests {
         assert!(std::fs::read(out.join("paths.png")).unwrap().starts_with(b"\x89PNG"));
         assert!(!out.join("profile.json").exists());
 
+        // What an earlier run wrote is not left beside what this one says.
+        std::fs::write(out.join("profile.json"), "{}").unwrap();
         let output = nccl_rdma("spoil-byte", &args);
         let shown = text(&output);
         assert!(!output.status.success() && shown.contains(" bytes arrived wrong"), "{shown}");
+        assert_eq!(std::fs::read_dir(&out).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn bench_paths_says_where_it_was_when_time_was_over() {
+        let args = ["bench", "paths", "--paths", "host", "--rounds", "1", "--budget", "60000", "--time-limit", "1"];
+        let output = nccl_rdma("", &args);
+        let shown = text(&output);
+        assert!(!output.status.success() && shown.contains("FAIL host: at 8 bytes: "), "{shown}");
+        assert!(shown.contains("time is over (--time-limit)"), "{shown}");
     }
 
     #[test]
@@ -164,5 +230,21 @@ mod tests {
         let output = nccl_rdma("", &["perf", "--sizes", "8,4K"]);
         assert!(output.status.success(), "{}", text(&output));
         assert_eq!(String::from_utf8_lossy(&output.stdout).lines().count(), 4);
+    }
+
+    /// A full-size answer would be counted as time of the stream, though not as bytes: a fifth of a stream of four messages.
+    #[test]
+    fn perf_answers_a_stream_with_an_empty_message() {
+        let folder = tempfile::tempdir().unwrap();
+        let tally = folder.path().join("sent");
+        let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
+        command.args(["perf", "--sizes", "1M", "--volume", "4M", "--rounds", "2", "--plugin"]).arg(fixture());
+        let output = command.env("FIXTURE_TALLY", &tally).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output));
+        let sent = std::fs::read_to_string(tally).unwrap();
+        let mut sent: Vec<usize> = sent.lines().map(|line| line.parse().unwrap()).collect();
+        sent.sort_unstable();
+        // In each of three rounds, the first to warm up, a ping and its answer, and four messages.
+        assert_eq!(sent, [3 << 20, 15 << 20]);
     }
 }

@@ -44,8 +44,8 @@ const CALLS: &[&str] = &[
     "cuMemcpy2DAsync_v2",
 ];
 
-/// Copies take microseconds; a GPU that takes longer than this for them hangs.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Copies take microseconds; a GPU that takes longer than this for them hangs. Tests that wait in vain don't wait as long.
+pub(crate) const PATIENCE: Duration = if cfg!(test) { Duration::from_millis(500) } else { Duration::from_secs(10) };
 /// What is waited once more where that was in vain.
 const SHORT_PATIENCE: Duration = Duration::from_millis(100);
 

@@ -51,6 +51,8 @@ pub struct Choice {
     /// Messages of these sizes are staged though GDR works; where staging can't be had, all go by GDR. Of some sizes: receives
     /// go by the size that NCCL posts, that of its slot, and those for which it needs no completion are not staged.
     pub staged: Sizes,
+    /// A profile that was measured here decided, and nothing that it would rather have is missing.
+    pub as_measured: bool,
     /// The rule that decided, for people.
     pub rule: String,
 }
@@ -150,7 +152,7 @@ impl Choice {
             without => format!(" of what is left without {}", without.join(" and ")),
         };
         let rule = |what: &str| format!("profile {}:{told} {what}", file.display());
-        match (left.host(), left.gdr(), left.staged()) {
+        let choice = match (left.host(), left.gdr(), left.staged()) {
             (true, ..) => Self::host(rule("host memory is best")),
             // The NIC's way stays open for what can't be staged.
             (_, false, _) => Self { gdr: open, fall_back: open, ..Self::staging(rule("staging is best")) },
@@ -158,7 +160,8 @@ impl Choice {
             (_, true, staged) => {
                 Self { staged, ..Self::direct(rule(&format!("staging is best {staged}, else GPUDirect"))) }
             }
-        }
+        };
+        Self { as_measured: without.is_empty(), ..choice }
     }
 
     /// Whichever rule decided.
@@ -168,15 +171,15 @@ impl Choice {
     }
 
     fn direct(rule: String) -> Self {
-        Self { gpu_memory: true, gdr: true, fall_back: true, staged: Sizes::NONE, rule }
+        Self { gpu_memory: true, gdr: true, fall_back: true, staged: Sizes::NONE, as_measured: false, rule }
     }
 
     fn staging(rule: String) -> Self {
-        Self { gpu_memory: true, gdr: false, fall_back: false, staged: Sizes::ALL, rule }
+        Self { gpu_memory: true, gdr: false, fall_back: false, staged: Sizes::ALL, as_measured: false, rule }
     }
 
     fn host(rule: String) -> Self {
-        Self { gpu_memory: false, gdr: false, fall_back: false, staged: Sizes::NONE, rule }
+        Self { gpu_memory: false, gdr: false, fall_back: false, staged: Sizes::NONE, as_measured: false, rule }
     }
 }
 
@@ -232,6 +235,21 @@ impl Neighbour {
             staging: self.staging.as_ref().copied().map_err(String::as_str),
         }
     }
+}
+
+/// The GPUs as NICs see them that carry each message together: as the furthest of them does, since a message has arrived when
+/// its last part has; of NICs as far away, one for which nothing was measured.
+pub fn together<'a>(views: impl IntoIterator<Item = &'a [Neighbour]>) -> Arc<[Neighbour]> {
+    let mut all: Vec<&Neighbour> = Vec::new();
+    for neighbour in views.into_iter().flatten() {
+        let binds = |n: &Neighbour| (n.distance, n.profile.is_none());
+        match all.iter_mut().find(|n| n.bus_id == neighbour.bus_id) {
+            Some(known) if binds(neighbour) > binds(known) => *known = neighbour,
+            Some(_) => {}
+            None => all.push(neighbour),
+        }
+    }
+    all.into_iter().cloned().collect()
 }
 
 /// What was chosen for one NIC and each GPU; at first nothing.
@@ -356,6 +374,33 @@ mod tests {
     }
 
     const OPEN: [&str; 1] = ["dma-buf"];
+
+    #[test]
+    fn nics_that_carry_a_message_together_see_a_gpu_as_the_furthest_does() {
+        let measured = Arc::new((PathBuf::from("/p.json"), pair(&[(0, None, Way::Gdr)], [1, 0, 0])));
+        let view = |distance, measured: Option<&Arc<(PathBuf, Pair)>>| {
+            [Neighbour {
+                bus_id: "0".into(),
+                model: "g".into(),
+                hidden: false,
+                distance,
+                exports: true,
+                profile: measured.cloned(),
+                staging: Ok(()),
+            }]
+        };
+        let [near, far] = [view(Distance::Pix, Some(&measured)), view(Distance::Sys, None)];
+        assert_eq!(*together([&near[..], &far[..]]), far);
+        assert_eq!(*together([&far[..], &near[..]]), far);
+        // As far away, of another model.
+        let other = view(Distance::Pix, None);
+        assert_eq!(*together([&near[..], &other[..]]), other);
+        assert_eq!(*together([&other[..], &near[..]]), other);
+        // What the furthest is like was measured.
+        let far = view(Distance::Sys, Some(&measured));
+        assert_eq!(*together([&other[..], &far[..], &other[..]]), far);
+        assert_eq!(together(std::iter::empty::<&[Neighbour]>()).len(), 0);
+    }
 
     #[test]
     fn without_a_profile_gpudirect_where_it_is_open() {

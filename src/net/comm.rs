@@ -64,6 +64,8 @@ pub(super) struct Base {
 #[derive(Debug)]
 pub struct SendComm {
     pub(super) hot: UnsafeCell<Sender<Profiled<Arc<QpSet>>>>,
+    /// NCCL was given the error that ended the connection. Touched as `hot` is.
+    pub(super) told: AtomicBool,
     pub(super) base: Base,
     pub(super) _ring: (Vec<Mr>, Pages),
 }
@@ -401,10 +403,11 @@ impl Comm {
         }
         sender.post().adopt(sender.next(), parent);
         // SAFETY: `data` by this function's contract; the handle's keys outlive their use (see deregister).
-        match unsafe { sender.isend(data, size, tag, NonNull::from(mr.keys())) } {
-            Ok(index) => Ok(index.map(|i| self.request(usize::from(i)))),
-            Err(fault) => Err(comm.base.fail(&fault)),
-        }
+        let index = match unsafe { sender.isend(data, size, tag, NonNull::from(mr.keys())) } {
+            Ok(index) => index,
+            Err(fault) => comm.refuse(sender, size, comm.base.fail(&fault))?,
+        };
+        Ok(index.map(|i| self.request(usize::from(i))))
     }
 
     /// Posts a receive; None is "again".
@@ -576,6 +579,36 @@ impl SendComm {
         starting: Option<u64>,
     ) -> Result<Option<Option<u8>>, NetError> {
         fork::refuse_child()?;
+        match (self.attend(sender, starting), starting) {
+            (Err(cause), Some(size)) => self.refuse(sender, size, cause).map(Some),
+            (Err(cause), None) => Err(self.tell(cause)),
+            (answer, _) => answer,
+        }
+    }
+
+    /// A send on a connection that has ended is taken, as verbs take one on a QP in error, and its test tells why. So who
+    /// closes with sends open, and asks about none, sees no error, whichever end was first. Once told, every call tells.
+    #[cold]
+    fn refuse(
+        &self,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
+        size: u64,
+        cause: NetError,
+    ) -> Result<Option<u8>, NetError> {
+        let taken = if self.told.load(Ordering::Relaxed) { None } else { sender.refuse(size) };
+        if taken.is_some() { Ok(taken) } else { Err(self.tell(cause)) }
+    }
+
+    fn tell(&self, cause: NetError) -> NetError {
+        self.told.store(true, Ordering::Relaxed);
+        cause
+    }
+
+    fn attend(
+        &self,
+        sender: &mut Sender<Profiled<Arc<QpSet>>>,
+        starting: Option<u64>,
+    ) -> Result<Option<Option<u8>>, NetError> {
         // A fault that polling finds is told below, or by the test of its request.
         if self.base.alert.asked() && !self.base.alert.has_failed() {
             let polled = sender.poll().is_ok();
@@ -628,7 +661,7 @@ impl SendComm {
                 return Ok(Tested::Sent { size });
             }
         }
-        Err(self.base.fail(fault))
+        Err(self.tell(self.base.fail(fault)))
     }
 }
 
@@ -696,7 +729,10 @@ mod tests {
     use super::*;
     use crate::memory::Memory;
     use crate::net::tests::{Lines, connection, engine, until};
+    use crate::transfer::FLUSH_WRS;
     use crate::verbs::Access;
+    use std::collections::VecDeque;
+    use std::sync::atomic::AtomicU64;
     use std::time::Duration;
 
     /// Registers an array on a comm; it must outlive the comm.
@@ -720,6 +756,14 @@ mod tests {
     fn test(request: Request) -> Result<Tested<'static>, NetError> {
         // SAFETY: the tests test open requests of open comms.
         unsafe { Comm::test(request) }
+    }
+
+    /// The error with which a send ends, unless there is no credit yet.
+    fn refused(comm: &Comm, data: &[u8; 8], mr: &MrHandle) -> Option<NetError> {
+        match isend(comm, data, mr) {
+            Ok(request) => request.map(|request| until("the error", || test(request).err())),
+            Err(error) => Some(error),
+        }
     }
 
     fn close(comm: Box<Comm>) {
@@ -748,7 +792,7 @@ mod tests {
         send.base().ports[0].events.fail("soft_0", "QP_FATAL", |qp, _| own.contains(&qp));
         let told = until("the peer's error", || test(receive).err());
         assert!(told.text.contains("soft_0: QP_FATAL"), "{told}");
-        let error = isend(&send, &from, &send_mr).expect_err("it failed");
+        let error = refused(&send, &from, &send_mr).expect("it failed");
         assert_eq!(error.text, "soft_0: QP_FATAL");
         close(send);
         close(recv);
@@ -766,22 +810,69 @@ mod tests {
         recv.deregister(recv_mr);
         assert_eq!(live(), before - 1, "the next owner of these addresses must not find the old registration");
         assert!(test(receive).is_err());
-        until("the sender's error", || isend(&send, &from, &send_mr).err());
+        until("the sender's error", || refused(&send, &from, &send_mr));
         assert_eq!(to, [0; 8]);
         close(recv);
         close(send);
     }
 
-    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too.
+    /// A program that closes with transfers open, which end in any order, asks about none of them.
+    #[test]
+    fn a_send_on_a_connection_that_ended_is_taken_and_its_test_tells() {
+        let engine = engine(&[]);
+        let (from, mut to) = ([1; 8], [0; 8]);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        until("the peer's word", || send.alert().has_failed().then_some(()));
+        let mut taken = Vec::new();
+        let error = until("the last request", || match isend(&send, &from, &send_mr) {
+            Ok(request) => {
+                taken.push(request.expect("no again"));
+                None
+            }
+            Err(error) => Some(error),
+        });
+        assert!(taken.len() > 30, "{}", taken.len());
+        for request in taken {
+            assert_eq!(test(request).expect_err("it has ended").text, error.text);
+        }
+        assert_eq!(isend(&send, &from, &send_mr).expect_err("it was told").text, error.text);
+        send.deregister(send_mr);
+        close(send);
+        close(recv);
+        let (send, recv) = connection(&engine);
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        irecv(&recv, &mut to, &recv_mr).expect("no fault").expect("room");
+        recv.deregister(recv_mr);
+        until("the peer's word", || send.alert().has_failed().then_some(()));
+        let request = isend(&send, &from, &send_mr).expect("no error").expect("no again");
+        test(request).expect_err("it has ended");
+        isend(&send, &from, &send_mr).expect_err("it was told");
+        close(send);
+        close(recv);
+    }
+
+    /// Every work request of every QP comes back flushed at once, unsignalled ones and receives posted ahead too, on top of
+    /// flushes of GPU memory that nobody has asked after.
     #[test]
     fn a_fence_with_everything_outstanding_fits_the_completion_queues() {
-        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4")]);
+        let engine = engine(&[("NCCL_IB_QPS_PER_CONNECTION", "4"), ("NCCL_NET_RDMA_FORCE_FLUSH", "1")]);
         let (from, mut to) = ([1; 8], [0; 8]);
         let (send, recv) = connection(&engine);
         let (other, mut there) = (connection(&engine), [0; 8]);
         let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
         while irecv(&recv, &mut to, &recv_mr).expect("no fault").is_some() {}
         while isend(&send, &from, &send_mr).expect("no fault").is_some() {}
+        let mut buffers = Buffers::new();
+        for _ in 0..MAX_GROUP {
+            buffers.push(to.as_mut_ptr() as u64, 8, 0, &recv_mr);
+        }
+        for _ in 0..FLUSH_WRS / MAX_GROUP {
+            // SAFETY: one call at a time; the array outlives the comm.
+            unsafe { recv.iflush(&buffers) }.expect("no fault").expect("a flush");
+        }
         for comm in [&recv, &send] {
             comm.base().fence();
             assert!(*comm.base().fenced.lock().expect("no panic"));
@@ -795,11 +886,110 @@ mod tests {
         }
     }
 
+    /// What knows of registrations goes with the comm, whenever NCCL gives them back.
+    #[test]
+    fn a_comm_that_is_closed_leaves_nothing_of_its_own() {
+        let engine = engine(&[]);
+        let (send, recv) = connection(&engine);
+        let data = [1; 8];
+        let (given_back, kept) = (register(&send, &data), register(&send, &data));
+        let (alert, first) = (Arc::downgrade(&send.base().alert), Arc::downgrade(&given_back));
+        send.deregister(given_back);
+        assert_eq!(first.strong_count(), 0);
+        close(send);
+        // But for who looks at it just now.
+        until("the last reference", || (alert.strong_count() == 0).then_some(()));
+        drop(kept);
+        close(recv);
+    }
+
     fn irecv_hinted(comm: &Comm, data: &mut [u8; 8], mr: &MrHandle) -> Option<Request> {
         let mut buffers = Buffers::new();
         buffers.push(data.as_mut_ptr() as u64, 8, 0, mr);
         // SAFETY: as in isend.
         unsafe { comm.irecv_hinted(&buffers) }.expect("no fault")
+    }
+
+    /// NCCL's service thread beside its progress thread: registrations and other connections that come and go disturb no
+    /// transfer, and memory that is given back with traffic open is not written to from then on.
+    #[test]
+    fn another_thread_registers_closes_and_gives_back_memory_in_use() {
+        let engine = engine(&[]);
+        let (from, to) = (AtomicU64::new(0), AtomicU64::new(0));
+        let (send, recv) = connection(&engine);
+        // SAFETY: the words outlive the comms.
+        let register = |comm: &Comm, word: &AtomicU64| unsafe {
+            comm.register(word.as_ptr() as u64, 8, Memory::Host).expect("a registration")
+        };
+        let (send_mr, recv_mr) = (register(&send, &from), register(&recv, &to));
+        // Another registration of the same memory: the region itself stays.
+        let same = register(&recv, &to);
+        let carried = AtomicU64::new(0);
+        std::thread::scope(|scope| {
+            let progress = scope.spawn(|| {
+                let mut receives = VecDeque::new();
+                // Receives are open all the time.
+                let mut receive = || -> Result<(), NetError> {
+                    while receives.len() < 32 {
+                        let mut buffers = Buffers::new();
+                        buffers.push(to.as_ptr() as u64, 8, 0, &recv_mr);
+                        // SAFETY: this thread alone makes calls of the data path.
+                        let Some(request) = unsafe { recv.irecv(&buffers) }? else { break };
+                        receives.push_back(request);
+                    }
+                    if let Some(&request) = receives.front()
+                        && test(request)? != Tested::Pending
+                    {
+                        receives.pop_front();
+                        carried.fetch_add(1, Ordering::Release);
+                    }
+                    Ok(())
+                };
+                let mut request = None;
+                let mut send = || -> Result<(), NetError> {
+                    if request.is_none() {
+                        from.fetch_add(1, Ordering::Relaxed);
+                        // SAFETY: as above.
+                        request = unsafe { send.isend(from.as_ptr() as u64, 8, 0, &send_mr, Parent::NONE) }?;
+                    }
+                    if let Some(sent) = request
+                        && test(sent)? != Tested::Pending
+                    {
+                        request = None;
+                    }
+                    Ok(())
+                };
+                // The sending end goes on with the credits that it has.
+                let (mut received, mut sent) = (Ok(()), Ok(()));
+                while received.is_ok() || sent.is_ok() {
+                    received = received.and_then(|()| receive());
+                    sent = sent.and_then(|()| send());
+                }
+                received.expect_err("it is over")
+            });
+            let go_on = || {
+                let before = carried.load(Ordering::Acquire);
+                until("transfers", || (carried.load(Ordering::Acquire) > before + 10).then_some(()));
+            };
+            let other = AtomicU64::new(0);
+            for _ in 0..20 {
+                for comm in [&send, &recv] {
+                    comm.deregister(register(comm, &other));
+                }
+                let (passing, by) = connection(&engine);
+                close(passing);
+                close(by);
+                go_on();
+            }
+            recv.deregister(Arc::clone(&recv_mr));
+            let last = to.load(Ordering::Acquire);
+            let error = progress.join().expect("no panic");
+            assert!(error.text.contains("with traffic open"), "{error}");
+            assert_eq!(to.load(Ordering::Acquire), last, "written to after it was given back");
+        });
+        recv.deregister(same);
+        close(send);
+        close(recv);
     }
 
     /// What NCCL does at the end of every communicator: the last hinted receives were never counted.
@@ -881,7 +1071,7 @@ mod tests {
             assert_eq!(test(request).expect("no fault"), Tested::Sent { size: 8 });
         }
         assert_eq!(send_mr.in_flight(), 0);
-        assert!(isend(&send, &from, &send_mr).expect_err("nobody receives").text.contains("closed the connection"));
+        assert!(refused(&send, &from, &send_mr).expect("nobody receives").text.contains("closed the connection"));
         close(send);
     }
 
@@ -948,7 +1138,7 @@ mod tests {
         let _guard = tracing::subscriber::set_default(lines.clone());
         until("the peer's last word", || send.base().alert.has_closed().then_some(()));
         for _ in 0..3 {
-            let error = isend(&send, &from, &mr).expect_err("nobody receives");
+            let error = refused(&send, &from, &mr).expect("nobody receives");
             assert!(error.text.contains("closed the connection"), "{error}");
         }
         assert_eq!(lines.take().len(), 1);

@@ -356,7 +356,7 @@ fn finish(channel: Channel, side: Side, answer: &Hello, config: &Config) -> Resu
         }),
     });
     let base = base(channel, &device, qps, ports, routes, answer.who.clone(), config)?;
-    Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), base, _ring: ring })))
+    Ok(Box::new(Comm::Send(SendComm { hot: UnsafeCell::new(sender), told: AtomicBool::new(false), base, _ring: ring })))
 }
 
 /// What both directions need beside their data path.

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::config::Config;
 use crate::memory::Registrar;
-use crate::memory::path::Neighbour;
+use crate::memory::path::{self, Neighbour};
 use crate::rendezvous::{FdHandle, Watcher};
 use crate::topology::function::Function;
 use crate::topology::gid::{self, Gid, GidEntry, GidKind, GidPolicy};
@@ -154,7 +154,7 @@ pub struct Device {
     pub parts: Vec<c_int>,
     /// Ways to GPU memory that all rails have, and what was chosen, as NCCL was told.
     pub(super) gpu: Arc<GpuMemory>,
-    /// The GPUs, as its first rail sees them.
+    /// The GPUs, as its rails see them together.
     near: Arc<[Neighbour]>,
     pub(super) rails: Vec<Arc<Port>>,
 }
@@ -215,6 +215,7 @@ impl Device {
             }
         }
         let name = parts.iter().map(|(_, d)| d.name.to_string_lossy()).collect::<Vec<_>>().join("+");
+        let near = path::together(parts.iter().map(|(_, d)| &*d.near));
         Ok(Self {
             name: CString::new(name).map_err(|e| e.to_string())?,
             pci_path: first.pci_path.clone(),
@@ -226,8 +227,8 @@ impl Device {
             rail: same(parts.iter().map(|(_, d)| d.rail)),
             plane: plane_of(&parts.iter().map(|(_, d)| d.plane).collect::<Vec<_>>()),
             parts: parts.iter().map(|&(dev, _)| dev).collect(),
-            gpu: Arc::new(GpuMemory::common(parts.iter().map(|(_, d)| &*d.gpu), &first.near)),
-            near: Arc::clone(&first.near),
+            gpu: Arc::new(GpuMemory::common(parts.iter().map(|(_, d)| &*d.gpu), &near)),
+            near,
             rails,
         })
     }
@@ -553,7 +554,8 @@ fn form_devices(candidates: Vec<Candidate>, config: &Config, found: &mut Discove
         }
         let Ok(name) = CString::new(group.name) else { continue };
         let port = c_int::from(first.port.num) + numbers.next(first.pci_path.as_deref());
-        let near = found.survey.neighbours(&first.port.name);
+        let views: Vec<_> = members.iter().map(|m| found.survey.neighbours(&m.port.name)).collect();
+        let near = path::together(views.iter().map(|view| &**view));
         let max_qp = members.iter().map(|m| m.attr.max_qp).min().unwrap_or(0);
         found.devices.push(Device {
             name,

@@ -3,12 +3,14 @@
 //!
 //! Each rail of each connection has a completion queue of its own, not one with the communicator's other connections. NCCL
 //! asks connection by connection (`test`), and only after requests that are open, so a queue of its own holds just what is
-//! asked for: a connection that waits takes its completion with one poll, an idle one is never polled, and a completion needs
-//! no search for the connection that it belongs to. In a shared queue every poll would take other connections' completions,
-//! too: each would cost that search, and a lock or a guard beside, since NCCL closes connections and registers memory from
-//! another thread than the one that polls. It would save polls only where several connections complete between two calls of
-//! `test`; an empty poll costs some thirty instructions. The price of one each is a queue more in the NIC for each
-//! connection and rail (`max_cq` of `ibv_query_device` tells how many there can be).
+//! asked for, and a completion needs no search for its connection. Which is cheaper depends on what has completed between two
+//! calls of `test` (`ci/bench queues`; the table is in docs/proof.md): a shared queue where it is one message of each of several
+//! connections, by 31 to 44 instructions a message; queues of their own where it is several of one connection, or of one alone
+//! (11 to 18), and in each test that finds nothing (4). Neither is much beside the rest of a message. What decides is that a
+//! shared queue takes a guard in every poll, since NCCL closes connections and registers memory from another thread than the
+//! one that polls, and has to keep completions from a connection that has gone; an own queue goes with its connection.
+//! The price is a queue more in the NIC for each connection and rail (`max_cq` of `ibv_query_device` tells how many there can
+//! be).
 
 use std::sync::Arc;
 use std::task::Poll;

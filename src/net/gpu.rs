@@ -28,7 +28,7 @@ pub(super) struct GpuMemory {
     wish: GpuPath,
     /// A way that was asked for and is closed is an error.
     strict: bool,
-    /// Of each GPU, as the first device sees them.
+    /// Of each GPU, as the devices see them together.
     choices: Arc<Choices>,
 }
 
@@ -70,7 +70,7 @@ impl GpuMemory {
         .near(&[])
     }
 
-    /// What devices that are used together have in common, with the GPUs as the first of them sees them.
+    /// What devices that are used together have in common, with the GPUs as they see them together.
     pub(super) fn common<'a>(members: impl IntoIterator<Item = &'a Self>, near: &[Neighbour]) -> Self {
         let both = |a: Self, b: Self| Self {
             peermem: a.peermem.and(b.peermem),
@@ -102,7 +102,11 @@ impl GpuMemory {
     pub(super) fn is_a_surprise(&self, config: &Config) -> bool {
         let loaded = || peermem::find(&config.sysroot) == PeerDriver::NotRegistered;
         match self.wish {
-            GpuPath::Auto => !self.choice().gpu_memory && !self.any() && config.peermem == PeerMemory::Auto && loaded(),
+            GpuPath::Auto => {
+                let choice = self.choice();
+                let wanted = !choice.gpu_memory && !choice.as_measured;
+                wanted && !self.any() && config.peermem == PeerMemory::Auto && loaded()
+            }
             GpuPath::Staging => self.staging.is_err(),
             // Of what is forced and closed the survey tells.
             GpuPath::Gdr | GpuPath::Host => false,
@@ -293,7 +297,7 @@ mod tests {
     /// With `NCCL_DMABUF_ENABLE=0` NCCL would go on over host memory, while the log says that all is staged.
     #[test]
     fn what_is_all_staged_needs_no_dma_buf() {
-        let choice = |staged| Choice { gpu_memory: true, gdr: true, fall_back: true, staged, rule: String::new() };
+        let choice = |staged| Choice { gpu_memory: true, gdr: true, fall_back: true, staged, ..Choice::default() };
         let with = |staged, staging: Way| {
             let choices = Arc::new(Choices::of(choice(staged)));
             GpuMemory { staging, choices, ..ways(false, true, "") }.ptr_support()

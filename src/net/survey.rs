@@ -140,7 +140,7 @@ impl Survey {
     fn measured(&self, nic: &Nic, pair: &Pair, gpu: &Gpu) -> Option<Result<&profile::Pair, String>> {
         let (_, profile) = self.profile.as_ref().filter(|(_, p)| p.adapter == adapter(nic))?;
         let there = profile.pair(&nic.model, &gpu.name, pair.distance)?;
-        let speed = nic.port_gbps / f64::from(nic.ports.max(1));
+        let speed = nic.gbps_of_a_port();
         let link = profile::links(nic.link, gpu.link);
         Some(match &there.nic.port_gbps {
             _ if pair.distance == Distance::Unknown && profile.adapter == Adapter::Hardware => {

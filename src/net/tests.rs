@@ -10,6 +10,11 @@ use std::time::{Duration, Instant};
 
 use super::*;
 use crate::memory::Memory;
+use crate::memory::gpu::PATIENCE;
+use crate::transfer::Parent;
+
+#[path = "../../tests/cuda/mod.rs"]
+mod cuda;
 
 /// Nothing here takes so long unless it hangs.
 const LONG: Duration = Duration::from_secs(20);
@@ -353,4 +358,74 @@ fn a_black_hole_is_noticed_by_both_ends() {
     });
     assert!(idle.text.contains("has been silent for") && idle.text.contains("with 0 transfer(s)"), "{idle}");
     close_both((send, recv));
+}
+
+/// On the stand-in for the CUDA driver, which only a process finds that starts with it.
+#[test]
+fn copies_that_hang_are_told_of_and_waited_for_once() {
+    let folder = cuda::folder();
+    if std::env::var("LD_LIBRARY_PATH").as_deref() != Ok(folder) {
+        let own = ["--exact", "net::tests::copies_that_hang_are_told_of_and_waited_for_once", "--nocapture"];
+        let own =
+            Command::new(std::env::current_exe().expect("own path")).args(own).env("LD_LIBRARY_PATH", folder).output();
+        let own = own.expect("a process");
+        let text = String::from_utf8_lossy(&own.stdout) + String::from_utf8_lossy(&own.stderr);
+        assert!(own.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let engine = engine(&[("NCCL_NET_RDMA_GPU_PATH", "staging")]);
+    let ((send, recv), (other, there)) = (connection(&engine), connection(&engine));
+    // SAFETY: the stand-in, by the name under which the driver is looked for.
+    let driver = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: a library, or NULL, of which all names are looked up.
+    let [alloc, hang] = [c"stand_in_alloc", c"stand_in_hang"].map(|name| unsafe { libc::dlsym(driver, name.as_ptr()) });
+    assert!(!alloc.is_null() && !hang.is_null());
+    // SAFETY: its type there.
+    let alloc: unsafe extern "C" fn(usize, c_int) -> u64 = unsafe { std::mem::transmute(alloc) };
+    // SAFETY: as above.
+    let hang: unsafe extern "C" fn(c_int) = unsafe { std::mem::transmute(hang) };
+    // SAFETY: gives memory.
+    let from = unsafe { alloc(4096, 1) };
+    let mut to = [0u8; 8];
+    // SAFETY: there until the process ends.
+    let from_mr = unsafe { send.register(from, 4096, Memory::Gpu) }.expect("a registration");
+    // SAFETY: longer than the comm.
+    let to_mr = unsafe { recv.register(to.as_ptr() as u64, 8, Memory::Host) }.expect("a registration");
+    let mut buffers = Buffers::new();
+    buffers.push(to.as_mut_ptr() as u64, 8, 0, &to_mr);
+    // SAFETY: one call at a time.
+    unsafe { recv.irecv(&buffers) }.expect("no fault").expect("room");
+    // SAFETY: only says so.
+    unsafe { hang(1) };
+    // SAFETY: as above.
+    until("a credit", || unsafe { send.isend(from, 8, 0, &from_mr, Parent::NONE) }.expect("no fault"));
+
+    let lines = Lines::default();
+    let _guard = tracing::subscriber::set_default(lines.clone());
+    let begin = Instant::now();
+    send.deregister(from_mr);
+    assert!(begin.elapsed() >= PATIENCE, "{:?}", begin.elapsed());
+    let told = lines.take();
+    let parts = [
+        "copies from GPU 0 (Stand-in) do not end; waited for 500ms",
+        "memory was deregistered: its shadow stays pinned",
+        &format!("peer {}", send.base().peer),
+        "look at nvidia-smi and for Xid errors",
+    ];
+    assert!(told.iter().any(|line| parts.iter().all(|part| line.contains(part))), "{told:#?}");
+
+    // Who comes later learns it without such a wait: the end of this connection is two.
+    let begin = Instant::now();
+    // SAFETY: there until the process ends.
+    let refused = unsafe { other.register(from, 4096, Memory::Gpu) }.expect_err("it hangs");
+    assert!(refused.text.contains("copies on GPU 0 (Stand-in) hang"), "{refused}");
+    // SAFETY: nothing else runs on it.
+    unsafe { send.close() };
+    assert!(begin.elapsed() < 2 * PATIENCE, "{:?}", begin.elapsed());
+    assert!(lines.take().iter().any(|line| line.contains("meanwhile the connection was closed")));
+    assert_eq!(to, [0; 8]);
+    for comm in [recv, other, there] {
+        // SAFETY: as above.
+        unsafe { comm.close() };
+    }
 }

@@ -22,6 +22,7 @@ pub struct Nic {
     /// Its kind, and the version of its firmware, as libibverbs says.
     pub model: String,
     pub firmware: String,
+    /// Of all ports together.
     pub port_gbps: f64,
     /// How many there are.
     pub ports: u32,
@@ -39,6 +40,11 @@ pub struct Nic {
 }
 
 impl Nic {
+    /// What profiles know a NIC by: of one of its ports, the mean where they differ.
+    pub fn gbps_of_a_port(&self) -> f64 {
+        self.port_gbps / f64::from(self.ports.max(1))
+    }
+
     /// Adds what sysfs says of its function.
     pub fn located(self, function: Option<Function>) -> Self {
         Self {

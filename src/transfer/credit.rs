@@ -16,7 +16,6 @@
 //! in every lap) stands in the entry a second time, so that a device that copies bytewise or out of order can't show half
 //! of an entry and half of the one before it.
 
-use std::num::NonZeroU8;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -77,31 +76,57 @@ pub struct Credit {
     pub n: u8,
     /// No immediate answers it ([`super::hint`]); n is 1.
     pub hinted: bool,
-    /// The receiver copies what arrives ([`super::staging`]): it wants the message in portions, at most so many over one QP, a
-    /// power of two. None: in as few as it takes, one over a QP.
-    pub pieces: Option<NonZeroU8>,
+    pub pieces: Pieces,
     pub tag: u32,
 }
 
 /// The bit of a hinted receive.
 const HINTED: u64 = 8;
 /// The bit of a message that is wanted in portions.
-const PIECEWISE: u64 = 16;
+const PIECEWISE: u8 = 16;
 /// The logarithm of the portions for a QP, in three bits.
 const PIECES: u32 = 5;
 /// More than any message has are refused.
 const MOST_PIECES: u64 = MAX_PORTIONS.ilog2() as u64;
 
-/// The bits of a credit that says how many portions may go over one QP.
-#[inline]
-fn piece_bits(pieces: Option<NonZeroU8>) -> u64 {
-    pieces.map_or(0, |most| PIECEWISE | u64::from(most.ilog2()) << PIECES)
+/// How a message is wanted, as it stands in the credit: few are wanted in portions, and only those pay for reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pieces(u8);
+
+impl Pieces {
+    /// In as few portions as it takes, one over a QP.
+    pub const FEW: Self = Self(0);
+
+    /// The receiver copies what arrives ([`super::staging`]): it wants at most so many over one QP, a power of two.
+    pub fn up_to(most: u8) -> Self {
+        debug_assert!(most.is_power_of_two() && usize::from(most) <= MAX_PORTIONS);
+        let [logarithm, ..] = most.trailing_zeros().to_le_bytes();
+        Self(PIECEWISE | logarithm << PIECES)
+    }
+
+    /// Whether it is wanted in portions.
+    #[inline]
+    pub fn wanted(self) -> bool {
+        self.0 != 0
+    }
+
+    /// Portions that may go over one QP.
+    pub fn most(self) -> usize {
+        1 << (self.0 >> PIECES)
+    }
 }
 
 /// The sequence number of a ring position; never confused with an older lap of the ring.
 #[inline]
 pub fn sequence(position: u32) -> u32 {
     position.wrapping_add(1)
+}
+
+/// Its low bits, as an immediate carries them.
+#[inline]
+pub(super) fn low16(position: u32) -> u16 {
+    let [low, high, ..] = sequence(position).to_le_bytes();
+    u16::from_le_bytes([low, high])
 }
 
 /// The lap of the ring, modulo 256.
@@ -197,7 +222,7 @@ impl CreditRing {
             size: word & ((1 << 48) - 1),
             n: (meta & 7) as u8 + 1,
             hinted: meta & HINTED != 0,
-            pieces: if meta & PIECEWISE == 0 { None } else { NonZeroU8::new(1 << (meta >> PIECES & 7)) },
+            pieces: Pieces((meta & 0xf0) as u8),
             tag: self.tag(position),
         })
     }
@@ -205,7 +230,8 @@ impl CreditRing {
     /// Flags beyond those of what goes in one piece.
     #[cold]
     fn is_piecewise(flags: u64) -> bool {
-        flags & PIECEWISE != 0 && flags & (PIECEWISE - 1) <= HINTED && flags >> PIECES <= MOST_PIECES
+        let piecewise = u64::from(PIECEWISE);
+        flags & piecewise != 0 && flags & (piecewise - 1) <= HINTED && flags >> PIECES <= MOST_PIECES
     }
 
     /// The key of one rail at a position that was read.
@@ -222,7 +248,7 @@ impl CreditRing {
         debug_assert!(!credit.hinted || credit.n == 1);
         let slot = slot(position);
         let hinted = if credit.hinted { HINTED } else { 0 };
-        let meta = u64::from(credit.n - 1) | hinted | piece_bits(credit.pieces) | lap(position) << 8;
+        let meta = u64::from(credit.n - 1) | hinted | u64::from(credit.pieces.0) | lap(position) << 8;
         self.word64(slot, 0).store(credit.address, Ordering::Relaxed);
         self.word64(slot, 8).store(credit.size | meta << 48, Ordering::Relaxed);
         for rail in (0..self.stride.rails()).step_by(2) {
@@ -260,7 +286,7 @@ pub(crate) mod tests {
             let mut memory = memory();
             let ring = memory.ring(stride);
             // 1, 2, 4, 8, 16 or none.
-            let pieces = NonZeroU8::new((1u8 << pieces) & 31);
+            let pieces = if pieces > 4 { Pieces::FEW } else { Pieces::up_to(1 << pieces) };
             let credit = Credit { address, size, n, hinted: hint && n == 1, pieces, tag };
             prop_assert!(position == u32::MAX || !ring.ready(position));
             ring.write(position, &credit, &keys);
@@ -277,7 +303,7 @@ pub(crate) mod tests {
     fn a_torn_entry_is_not_read() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Narrow);
-        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: None, tag: 3 }, &[4; 8]);
+        ring.write(7, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: Pieces::FEW, tag: 3 }, &[4; 8]);
         // The sequence of the next lap is there, the rest is still of this one.
         ring.word32(7, 28).store(sequence(7 + 256), Ordering::Relaxed);
         assert!(ring.ready(7 + 256));
@@ -288,7 +314,7 @@ pub(crate) mod tests {
     fn unknown_flags_are_refused() {
         let mut memory = memory();
         let ring = memory.ring(Stride::Wide);
-        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: None, tag: 3 }, &[4; 8]);
+        ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces: Pieces::FEW, tag: 3 }, &[4; 8]);
         for bit in 5..8 {
             ring.word64(0, 8).fetch_xor(1 << (48 + bit), Ordering::Relaxed);
             assert_eq!(ring.read(0), None);
@@ -296,7 +322,7 @@ pub(crate) mod tests {
         }
         ring.word64(0, 8).fetch_or((HINTED | 1) << 48, Ordering::Relaxed);
         assert_eq!(ring.read(0), None, "a group is never hinted");
-        let pieces = NonZeroU8::new(16);
+        let pieces = Pieces::up_to(16);
         ring.write(0, &Credit { address: 1, size: 2, n: 1, hinted: false, pieces, tag: 3 }, &[4; 8]);
         assert!(ring.read(0).is_some());
         ring.word64(0, 8).fetch_or(1 << (48 + PIECES), Ordering::Relaxed);

@@ -167,7 +167,7 @@ impl<P> Profiled<P> {
 }
 
 impl<P: Post> Post for Profiled<P> {
-    #[inline]
+    #[inline(always)] // as QpSet's
     unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
         if let Some(log) = &self.log {
             log.begin(qp, w);
@@ -185,7 +185,7 @@ impl<P: Post> Post for Profiled<P> {
         unsafe { self.post.flush(rail, wr_id, remote, rkey) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
         let completions = self.post.poll(rail, batch)?;
         if let Some(log) = &self.log {

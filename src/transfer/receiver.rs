@@ -4,14 +4,13 @@
     reason = "indices stay below this room's constants (256 at most), lengths at most max_write; checks would cost per message"
 )]
 
-use std::num::NonZeroU8;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::verbs::{Arrived, Completion, Failure, WcBatch, WriteWr};
 
-use super::credit::{Credit, CreditRing, sequence, slot};
+use super::credit::{Credit, CreditRing, Pieces, low16, slot};
 use super::hint::Horizon;
 use super::imm::Imm;
 use super::split;
@@ -78,6 +77,14 @@ struct Slot {
     state: Entry,
 }
 
+impl Slot {
+    /// Whether all portions have arrived, of as many as the last one says.
+    #[inline]
+    fn is_whole(&self, imm: Imm) -> bool {
+        (u32::from(self.seen) + 1) >> imm.portions != 0
+    }
+}
+
 /// What a ring entry is used for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 enum Entry {
@@ -105,13 +112,6 @@ struct Flush {
     /// Reads under way.
     left: u8,
     generation: u8,
-}
-
-/// Low bits of a position's sequence number.
-#[inline]
-fn low16(position: u32) -> u16 {
-    let [low, high, ..] = sequence(position).to_le_bytes();
-    u16::from_le_bytes([low, high])
 }
 
 /// Reads of the NIC's own GPU memory take microseconds.
@@ -338,7 +338,7 @@ impl<P: Post> Receiver<P> {
                 size: buffer.size,
                 n: n as u8,
                 hinted: false,
-                pieces: None,
+                pieces: Pieces::FEW,
                 tag: buffer.tag,
             };
             self.shadow.write(position, &credit, &keys.rkeys);
@@ -376,7 +376,7 @@ impl<P: Post> Receiver<P> {
             size: buffer.size,
             n,
             hinted: false,
-            pieces: NonZeroU8::new(pieces),
+            pieces: Pieces::up_to(pieces),
             tag: buffer.tag,
         };
         self.shadow.write(position, &credit, &shadow.rkeys);
@@ -437,8 +437,14 @@ impl<P: Post> Receiver<P> {
         self.horizon.posted(position);
         self.slots[slot(position)] =
             Slot { sequence: low16(position), keys: Some(buffer.keys), state: Entry::Hinted, ..Slot::default() };
-        let credit =
-            Credit { address: buffer.address, size: buffer.size, n: 1, hinted: true, pieces: None, tag: buffer.tag };
+        let credit = Credit {
+            address: buffer.address,
+            size: buffer.size,
+            n: 1,
+            hinted: true,
+            pieces: Pieces::FEW,
+            tag: buffer.tag,
+        };
         self.shadow.write(position, &credit, &keys.rkeys);
         self.largest = self.largest.max(1);
         self.tail = position.wrapping_add(1);
@@ -483,7 +489,7 @@ impl<P: Post> Receiver<P> {
     }
 
     /// Writes `n` entries of the shadow into the peer's ring.
-    #[inline]
+    #[inline(always)]
     fn write_credits(&mut self, first: usize, n: usize) -> Result<(), Fault> {
         let stride = self.shadow.stride().bytes();
         let length = (n * stride) as u32;
@@ -612,26 +618,20 @@ impl<P: Post> Receiver<P> {
                 return Err(self.stop(Fault::Verb(e)));
             }
         }
-        let Some(imm) = a.imm.and_then(Imm::unpack) else {
-            return Err(self.refuse(format_args!("a message with the immediate {:?}", a.imm)));
-        };
+        let Some(imm) = a.imm.and_then(Imm::unpack) else { return Err(self.refuse_imm(a.imm)) };
         // The low byte names the slot: sequence = position + 1.
         let place = usize::from(imm.sequence.wrapping_sub(1)) & (RING - 1);
         let slot = &mut self.slots[place];
         if slot.state != Entry::Open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
-            if slot.state == Entry::Staged && slot.sequence == imm.sequence && slot.seen >> imm.portion & 1 == 0 {
-                return self.arrived_staged(place, imm, a.bytes);
-            }
-            return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
+            return self.arrived_otherwise(place, imm, a.bytes);
         }
         slot.seen |= 1 << imm.portion;
         // At most 16 times 255 writes of 2 GiB.
         slot.bytes += u64::from(imm.plain) * u64::from(self.max_write) + u64::from(a.bytes);
         if slot.bytes > slot.size {
-            let (bytes, size) = (slot.bytes, slot.size);
-            return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));
+            return Err(self.refuse_bytes(place));
         }
-        if slot.seen.count_ones() < u32::from(imm.portions) {
+        if !slot.is_whole(imm) {
             return Ok(());
         }
         slot.state = Entry::Free;
@@ -647,20 +647,23 @@ impl<P: Post> Receiver<P> {
         Ok(())
     }
 
-    /// A portion of a message that is staged is in the shadow.
+    /// A portion that is for no receive like others: of a message that is staged, it is in the shadow.
     #[inline(never)] // off the path of what is not
-    fn arrived_staged(&mut self, place: usize, imm: Imm, bytes: u32) -> Result<(), Fault> {
+    fn arrived_otherwise(&mut self, place: usize, imm: Imm, bytes: u32) -> Result<(), Fault> {
+        let slot = &self.slots[place];
+        if slot.state != Entry::Staged || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
+            return Err(self.refuse(format_args!("a portion for no open receive ({imm:?})")));
+        }
         let slot = &mut self.slots[place];
         let length = u64::from(imm.plain) * u64::from(self.max_write) + u64::from(bytes);
         slot.seen |= 1 << imm.portion;
         slot.bytes += length;
         if slot.bytes > slot.size {
-            let (bytes, size) = (slot.bytes, slot.size);
-            return Err(self.refuse(format_args!("{bytes} bytes for a receive of {size}")));
+            return Err(self.refuse_bytes(place));
         }
         let seen = slot.seen;
         let mut last = None;
-        if seen.count_ones() >= u32::from(imm.portions) {
+        if slot.is_whole(imm) {
             slot.state = Entry::Free;
             self.open -= 1;
             self.extra -= u32::from(slot.pieces) - 1;
@@ -771,6 +774,18 @@ impl<P: Post> Receiver<P> {
         // A flush knows its rail only: the rail's first QP has the same route.
         let qp = usize::from(id.qp) * if id.kind == Kind::Flush { self.lanes.qps } else { 1 };
         self.stop(Fault::Completion { failure, qp, operation, bytes })
+    }
+
+    // These take what they need by value: what is printed by reference is kept in memory, for those that arrive well, too.
+    #[cold]
+    fn refuse_imm(&mut self, imm: Option<u32>) -> Fault {
+        self.refuse(format_args!("a message with the immediate {imm:?}"))
+    }
+
+    #[cold]
+    fn refuse_bytes(&mut self, place: usize) -> Fault {
+        let Slot { bytes, size, .. } = self.slots[place];
+        self.refuse(format_args!("{bytes} bytes for a receive of {size}"))
     }
 
     #[cold]

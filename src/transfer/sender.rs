@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::verbs::{Completion, Failure, WcBatch, WriteWr};
 
-use super::credit::{Credit, CreditRing, sequence};
+use super::credit::{Credit, CreditRing, low16};
 use super::hint::{self, Ledger};
 use super::imm::Imm;
 use super::split::{self, Portion};
@@ -228,86 +228,53 @@ impl<P: Post> Sender<P> {
         let size = size.min(credit.size);
         // SAFETY: alive by this function's contract.
         let registration = unsafe { keys.as_ref() };
-        if credit.pieces.is_some() || registration.staged(size).is_some() {
-            // SAFETY: this function's contract.
-            return unsafe { self.isend_pieces(data, size, keys, position) };
-        }
-        if self.free_len == 0 {
-            self.poll()?;
-            if self.free_len == 0 {
-                return Ok(None);
-            }
-        }
         let hinted = credit.hinted;
-        let (one, mut several);
-        let portions = if hinted {
-            one = [self.one_way(size)?];
-            &one[..]
-        } else if (self.lanes.total() == 1 || size <= self.split_threshold) && size <= self.max_write {
-            one = [self.whole(size)];
-            &one[..]
+        let undivided = if hinted {
+            size > 0 && self.count.is_some()
         } else {
-            several = [Portion::default(); MAX_PORTIONS];
-            let count = self.cut(size, &mut several)?;
-            &several[..count]
+            size <= self.split_threshold || self.lanes.total() == 1
         };
-        if !self.has_room(portions) {
+        if !undivided || size > self.max_write || credit.pieces.wanted() || registration.staged(size).is_some() {
+            // SAFETY: this function's contract.
+            return unsafe { self.isend_portions(data, size, keys, position) };
+        }
+        // One write, as nearly all messages are.
+        let portion = self.whole(size);
+        if !self.reserve_one(&portion) {
             self.poll()?;
-            if !self.has_room(portions) {
+            if !self.reserve_one(&portion) {
                 return Ok(None);
             }
         }
+        let (request, generation) = self.open_request(keys, size, position, hinted, 1);
+        let rail = self.rail(portion.qp);
+        let imm = Imm { sequence: low16(position), portion: 0, portions: 1, plain: 0 };
+        let piece = Piece {
+            portion,
+            local: data,
+            remote: credit.address,
+            lkey: registration.lkeys[rail],
+            rkey: self.credits.rkey(position, rail),
+            imm: (!hinted).then(|| imm.pack()),
+            request,
+            generation,
+        };
+        self.post_piece(&piece)?;
+        self.matched(request, position, credit.n, hinted)?;
+        Ok(Some(request))
+    }
 
+    /// Takes a free request for a send that goes in so many writes: its index and generation.
+    #[inline(always)]
+    fn open_request(&mut self, keys: NonNull<Keys>, size: u64, position: u32, hinted: bool, writes: u32) -> (u8, u8) {
         self.free_len -= 1;
         let index = self.free[self.free_len];
         let request = &mut self.requests[usize::from(index)];
-        request.generation = request.generation.wrapping_add(1);
-        request.keys = Some(keys);
-        request.size = size;
-        request.position = position;
-        request.hinted = hinted;
-        request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
-        let generation = request.generation;
-        registration.enter();
-
-        let [low, high, ..] = sequence(position).to_le_bytes();
-        let sequence = u16::from_le_bytes([low, high]);
-        let mut offset = 0u64;
-        for (i, portion) in portions.iter().enumerate() {
-            let rail = if self.lanes.qps == 1 { portion.qp } else { portion.qp / self.lanes.qps };
-            let mut length = portion.length;
-            if portion.writes != 1 {
-                length = self.plain_writes(index, portion, (data, credit.address, offset), position)?;
-                offset += portion.length - length;
-                if portion.writes == 0 {
-                    break;
-                }
-            }
-            let id = WrId { kind: Kind::Data, qp: portion.qp as u8, request: index, generation, count: length as u32 };
-            let plain = (portion.writes - 1) as u8;
-            let w = WriteWr {
-                wr_id: id.pack(),
-                local: data.wrapping_add(offset),
-                lkey: registration.lkeys[rail],
-                length: length as u32,
-                remote: credit.address.wrapping_add(offset),
-                rkey: self.credits.rkey(position, rail),
-                imm: (!hinted)
-                    .then(|| Imm { sequence, portion: i as u8, portions: portions.len() as u8, plain }.pack()),
-                signaled: true,
-                inline: false,
-            };
-            // SAFETY: the range is part of `data`, registered by this function's contract.
-            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
-                return Err(self.stop(Fault::Verb(e)));
-            }
-            self.room[portion.qp] -= 1;
-            self.wrs_out[rail] += 1;
-            self.bytes_out[rail] += length;
-            offset += length;
-        }
-        self.matched(index, position, credit.n, hinted)?;
-        Ok(Some(index))
+        let generation = request.generation.wrapping_add(1);
+        *request = Request { keys: Some(keys), size, position, writes_left: writes as u8, generation, hinted };
+        // SAFETY: alive by isend's contract.
+        unsafe { keys.as_ref() }.enter();
+        (index, generation)
     }
 
     /// A send was matched to a member of the group at the head.
@@ -326,13 +293,13 @@ impl<P: Post> Sender<P> {
         Ok(())
     }
 
-    /// A send where one of the ends stages, in chunks: they are posted now, or, of memory that has a shadow, as they are
-    /// copied.
+    /// A send that is not one write, or of which one of the ends stages: its portions are posted now, or, of memory that has a
+    /// shadow, as they are copied.
     ///
     /// # Safety
     /// As [`Self::isend`].
-    #[inline(never)] // off the path of what is not staged
-    unsafe fn isend_pieces(
+    #[inline(never)] // off the path of what is one write
+    unsafe fn isend_portions(
         &mut self,
         data: u64,
         size: u64,
@@ -354,8 +321,10 @@ impl<P: Post> Sender<P> {
         let count = if credit.hinted {
             portions[0] = self.one_way(size)?;
             1
+        } else if shadow.is_some() || credit.pieces.wanted() {
+            self.chunks(size, credit.pieces.most(), &mut portions)?
         } else {
-            self.chunks(size, credit.pieces.map_or(1, |most| usize::from(most.get())), &mut portions)?
+            self.cut(size, &mut portions)?
         };
         let portions = &portions[..count];
         if !self.reserve(portions, shadow.is_some()) {
@@ -364,53 +333,51 @@ impl<P: Post> Sender<P> {
                 return Ok(None);
             }
         }
+        let writes = portions.iter().map(|p| p.writes).sum();
+        let (request, generation) = self.open_request(keys, size, position, credit.hinted, writes);
 
-        self.free_len -= 1;
-        let index = self.free[self.free_len];
-        let request = &mut self.requests[usize::from(index)];
-        request.generation = request.generation.wrapping_add(1);
-        request.keys = Some(keys);
-        request.size = size;
-        request.position = position;
-        request.hinted = credit.hinted;
-        request.writes_left = portions.iter().map(|p| p.writes).sum::<u32>() as u8;
-        let generation = request.generation;
-        registration.enter();
-
-        let [low, high, ..] = sequence(position).to_le_bytes();
-        let sequence = u16::from_le_bytes([low, high]);
+        let sequence = low16(position);
         let (local, lkeys) = shadow.map_or((data, &registration.lkeys), |s| (s.host(data), &s.lkeys));
-        let mut pieces = [Piece::default(); MAX_PORTIONS];
         let mut offset = 0;
-        for (i, (piece, &portion)) in pieces.iter_mut().zip(portions).enumerate() {
-            let rail = portion.qp / self.lanes.qps;
+        let mut piece = |credits: &CreditRing, rail: usize, i: usize| {
+            let portion = portions[i];
             let plain = portion.writes.saturating_sub(1) as u8;
             let imm = Imm { sequence, portion: i as u8, portions: count as u8, plain };
-            *piece = Piece {
+            let piece = Piece {
                 portion,
                 local: local.wrapping_add(offset),
                 remote: credit.address.wrapping_add(offset),
                 lkey: lkeys[rail],
-                rkey: self.credits.rkey(position, rail),
+                rkey: credits.rkey(position, rail),
                 imm: (!credit.hinted).then(|| imm.pack()),
-                request: index,
+                request,
                 generation,
             };
             offset += portion.length;
-        }
-        match (&mut self.outbox, shadow) {
-            (Some(outbox), Some(shadow)) => {
-                // SAFETY: the data are GPU memory that the shadow stands for; both stay until the request is done.
-                if let Err(fault) = unsafe { outbox.start(&pieces[..count], shadow.offset) } {
-                    return Err(self.stop(fault));
-                }
+            piece
+        };
+        if let Some(shadow) = shadow {
+            let mut pieces = [Piece::default(); MAX_PORTIONS];
+            for (i, place) in pieces[..count].iter_mut().enumerate() {
+                *place = piece(&self.credits, self.rail(portions[i].qp), i);
             }
-            _ => pieces[..count].iter().try_for_each(|piece| self.post_piece(piece))?,
+            let started = self.outbox.as_mut().map_or(Ok(()), |outbox| {
+                // SAFETY: the data are GPU memory that the shadow stands for; both stay until the request is done.
+                unsafe { outbox.start(&pieces[..count], shadow.offset) }
+            });
+            started.map_err(|fault| self.stop(fault))?;
+        } else {
+            for (i, portion) in portions.iter().enumerate() {
+                let piece = piece(&self.credits, self.rail(portion.qp), i);
+                self.post_piece(&piece)?;
+            }
         }
-        self.matched(index, position, credit.n, credit.hinted)?;
-        // Those of other sends may be ready.
-        self.post_copied()?;
-        Ok(Some(index))
+        self.matched(request, position, credit.n, credit.hinted)?;
+        if self.outbox.is_some() {
+            // Those of other sends may be ready.
+            self.post_copied()?;
+        }
+        Ok(Some(request))
     }
 
     /// Cuts a message into chunks, each for the rail that would have it first, at most `most` over one QP; how many.
@@ -447,31 +414,54 @@ impl<P: Post> Sender<P> {
         }
     }
 
-    /// Takes a request, the room of all portions, and of their copies; or nothing.
+    /// Whether there is a request; takes the room of its only portion.
+    #[inline(always)]
+    fn reserve_one(&mut self, portion: &Portion) -> bool {
+        self.free_len > 0 && self.take_room(portion)
+    }
+
+    /// As [`Self::reserve_one`]: of all portions and their copies, or of none.
     fn reserve(&mut self, portions: &[Portion], copied: bool) -> bool {
         if self.free_len == 0 || copied && self.outbox.as_ref().is_some_and(|o| !o.has_room(portions.len())) {
             return false;
         }
         for (i, portion) in portions.iter().enumerate() {
             // Several may be on one QP.
-            if self.room[portion.qp] < portion.writes {
+            if !self.take_room(portion) {
                 portions[..i].iter().for_each(|p| self.give_back(p));
                 return false;
             }
-            self.room[portion.qp] -= portion.writes;
-            self.bytes_out[portion.qp / self.lanes.qps] += portion.length;
         }
+        true
+    }
+
+    #[inline(always)]
+    fn take_room(&mut self, portion: &Portion) -> bool {
+        let room = &mut self.room[portion.qp];
+        if *room < portion.writes {
+            return false;
+        }
+        *room -= portion.writes;
+        self.bytes_out[self.rail(portion.qp)] += portion.length;
         true
     }
 
     fn give_back(&mut self, portion: &Portion) {
         self.room[portion.qp] += portion.writes;
-        self.bytes_out[portion.qp / self.lanes.qps] -= portion.length;
+        self.bytes_out[self.rail(portion.qp)] -= portion.length;
     }
 
-    /// Posts the writes of a portion whose room was taken.
+    #[inline(always)]
+    fn rail(&self, qp: usize) -> usize {
+        if self.lanes.qps == 1 { qp } else { qp / self.lanes.qps }
+    }
+
+    /// Posts the writes of a portion whose room was taken. Each is retired by its own completion: there are few, and shares
+    /// count what is still outstanding.
+    #[inline(always)]
     fn post_piece(&mut self, piece: &Piece) -> Result<(), Fault> {
         let qp = piece.portion.qp;
+        let rail = self.rail(qp);
         let mut offset = 0;
         for i in 1..=piece.portion.writes {
             let last = i == piece.portion.writes;
@@ -498,7 +488,7 @@ impl<P: Post> Sender<P> {
             if let Err(e) = unsafe { self.post.write(qp, &w) } {
                 return Err(self.stop(Fault::Verb(e)));
             }
-            self.wrs_out[qp / self.lanes.qps] += 1;
+            self.wrs_out[rail] += 1;
             offset += length;
         }
         Ok(())
@@ -523,52 +513,6 @@ impl<P: Post> Sender<P> {
     pub fn check_copies(&mut self) -> Result<(), Fault> {
         let Some(outbox) = &self.outbox else { return Ok(()) };
         outbox.copier.check().map_err(|why| self.stop(Fault::Copy(why)))
-    }
-
-    /// The writes of a portion but the last, whose length it returns. Each is retired by its own completion: there are few, and
-    /// shares count what is still outstanding. `places`: the message's address here, there, and how much of it is posted.
-    #[cold]
-    fn plain_writes(
-        &mut self,
-        index: u8,
-        portion: &Portion,
-        places: (u64, u64, u64),
-        position: u32,
-    ) -> Result<u64, Fault> {
-        let request = self.requests[usize::from(index)];
-        let (data, address, mut offset) = places;
-        let rail = portion.qp / self.lanes.qps;
-        let length = self.max_write;
-        let id = WrId {
-            kind: Kind::Data,
-            qp: portion.qp as u8,
-            request: index,
-            generation: request.generation,
-            count: length as u32,
-        };
-        for _ in 1..portion.writes {
-            let w = WriteWr {
-                wr_id: id.pack(),
-                local: data.wrapping_add(offset),
-                // SAFETY: the request is open, so its keys are alive by isend's contract.
-                lkey: request.keys.map_or(0, |keys| unsafe { keys.as_ref() }.lkeys[rail]),
-                length: length as u32,
-                remote: address.wrapping_add(offset),
-                rkey: self.credits.rkey(position, rail),
-                imm: None,
-                signaled: true,
-                inline: false,
-            };
-            // SAFETY: as in isend.
-            if let Err(e) = unsafe { self.post.write(portion.qp, &w) } {
-                return Err(self.stop(Fault::Verb(e)));
-            }
-            self.room[portion.qp] -= 1;
-            self.wrs_out[rail] += 1;
-            self.bytes_out[rail] += length;
-            offset += length;
-        }
-        Ok(portion.length - u64::from(portion.writes.saturating_sub(1)) * length)
     }
 
     /// A hinted receive has its send: one QP, so that the bytes land in ascending order, and nothing at all for nothing.
@@ -680,9 +624,9 @@ impl<P: Post> Sender<P> {
     }
 
     /// The first unmatched member of the group at the head whose tag this is.
-    #[inline]
+    #[inline(always)]
     fn match_tag(&self, tag: u32) -> Option<(u32, Credit)> {
-        let first = if self.matched & 1 == 0 {
+        if self.matched & 1 == 0 {
             let credit = self.credits.read(self.head)?;
             if credit.tag == tag {
                 return Some((self.head, credit));
@@ -690,12 +634,16 @@ impl<P: Post> Sender<P> {
             if credit.n == 1 {
                 return None;
             }
-            credit.n
+            self.match_later(tag, credit.n)
         } else {
             // The first member is gone, and its entry may hold a later credit by now; the others tell n.
-            MAX_GROUP as u8
-        };
-        let mut n = first;
+            self.match_later(tag, MAX_GROUP as u8)
+        }
+    }
+
+    /// As [`Self::match_tag`], of the members behind the first, which are `n` at most.
+    #[inline(never)] // off the path of those alone
+    fn match_later(&self, tag: u32, mut n: u8) -> Option<(u32, Credit)> {
         let mut member = 1;
         while member < n {
             let position = self.head.wrapping_add(u32::from(member));
@@ -733,7 +681,7 @@ impl<P: Post> Sender<P> {
     fn whole(&mut self, size: u64) -> Portion {
         let qp = self.next_qp;
         self.next_qp += 1;
-        if self.next_qp == self.lanes.total() {
+        if self.next_qp == self.room.len() {
             self.next_qp = 0;
         }
         Portion { qp, length: size, writes: 1 }
@@ -786,12 +734,6 @@ impl<P: Post> Sender<P> {
             self.largest(),
             self.max_write
         )))
-    }
-
-    #[inline]
-    fn has_room(&self, portions: &[Portion]) -> bool {
-        // Each is on a QP of its own.
-        portions.iter().all(|p| self.room[p.qp] >= p.writes)
     }
 
     /// How a send stands. Done frees the request.
@@ -906,6 +848,18 @@ impl<P: Post> Sender<P> {
         request.size = size;
         request.writes_left = 0;
         Some(Some(index))
+    }
+
+    /// A send on a connection that has ended; it is never done. None: all requests are open.
+    #[cold]
+    pub fn refuse(&mut self, size: u64) -> Option<u8> {
+        self.free_len = self.free_len.checked_sub(1)?;
+        let index = self.free[self.free_len];
+        let request = &mut self.requests[usize::from(index)];
+        request.generation = request.generation.wrapping_add(1);
+        (request.keys, request.size, request.hinted) = (None, size, false);
+        request.writes_left = 1;
+        Some(index)
     }
 
     #[cold]

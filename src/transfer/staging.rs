@@ -7,12 +7,13 @@
 //! Why not a ring of chunks: it would need an allocator, a bound on messages, and a rule for groups, whose members arrive in
 //! any order; a message could wait for room that only a later one frees. The shadow has none of that, and takes as much as
 //! NCCL itself pins where it keeps its buffers in host memory. One shadow serves every connection on which the range
-//! (the same address and length) is registered: NCCL never has two transfers on the same bytes of which one is a receive (they would spoil each other without
-//! a shadow, too), and two sends of the same bytes copy equal bytes.
+//! (the same address and length) is registered: NCCL never has two transfers on the same bytes of which one is a receive
+//! (they would spoil each other without a shadow, too), and two sends of the same bytes copy equal bytes.
 //!
 //! * *Sender*: a message is cut into chunks, all copies start at once, and each chunk is a portion that is posted when its
-//!   copy is done. A receiver that does not stage takes one portion a QP: there are no receives for more. The room in the send queues is taken at the start, so that what was copied can always be posted. A hinted
-//!   message is one portion: its bytes must land in ascending order.
+//!   copy is done. A receiver that does not stage takes one portion a QP: there are no receives for more. The room in the
+//!   send queues is taken at the start, so that what was copied can always be posted. A hinted message is one portion: its
+//!   bytes must land in ascending order.
 //! * *Receiver*: its credit asks for portions ("piecewise"), also of a sender that does not stage. Their lengths are known as
 //!   they come, so what is contiguous from the start is copied as it grows. The ring entry is free when all is in the shadow,
 //!   the receive done when all is in GPU memory. So there are no hinted receives here: who would copy? And no flush: the

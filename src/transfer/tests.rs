@@ -1009,6 +1009,61 @@ fn a_peer_that_closed_in_good_order_has_what_it_received() {
     assert_eq!(keys.in_flight(), 3, "the receiver's own");
 }
 
+/// A send that was settled is acknowledged late, when its request is another's already.
+#[test]
+fn a_late_completion_ends_no_later_send() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let k = NonNull::from(&*keys);
+    let (data, mut target, mut rng) = ([1u8; 8], [0u8; 8], Rng(5));
+    for _ in 0..2 {
+        let b = Buffer { address: target.as_mut_ptr() as u64, size: 8, tag: 0, keys: k };
+        // SAFETY: the arrays outlive the test.
+        unsafe { p.receiver.irecv(&[b]) }.expect("no fault").expect("room");
+    }
+    while p.net.borrow_mut().step(&mut rng) {}
+    let send = |p: &mut Pair| {
+        // SAFETY: as above.
+        unsafe { p.sender.isend(data.as_ptr() as u64, 8, 0, k) }.expect("no fault").expect("a credit")
+    };
+    let first = send(&mut p);
+    assert_eq!(p.sender.settle(1), Some(true));
+    assert_eq!(p.sender.test(first).expect("no fault"), SendProgress::Done { size: 8 });
+    let second = send(&mut p);
+    assert_eq!(second, first, "the same request");
+    assert!(p.net.borrow_mut().step(&mut rng), "the first write is acknowledged");
+    assert_eq!(p.sender.test(second).expect("no fault"), SendProgress::Pending);
+    assert_eq!(p.sender.stale(), 1);
+    assert!(p.net.borrow_mut().step(&mut rng));
+    assert_eq!(p.sender.test(second).expect("no fault"), SendProgress::Done { size: 8 });
+    assert_eq!((p.sender.stale(), p.sender.room(0)), (1, SEND_WRS), "either has given its room back");
+}
+
+#[test]
+fn a_late_completion_ends_no_later_flush() {
+    let mut p = pair(1, 1, 1, 1 << 14);
+    let keys = keys();
+    let b = Buffer { address: 64, size: 0, tag: 0, keys: NonNull::from(&*keys) };
+    // SAFETY: nothing is read: the wire of the tests completes the flush at once.
+    let flush = |p: &mut Pair| unsafe { p.receiver.iflush(&[b]) }.expect("no fault").expect("a flush");
+    let completion = |p: &Pair| p.net.borrow_mut().sides[1].cqs[0].pop_back().expect("one");
+    let arrives = |p: &Pair, wc| p.net.borrow_mut().sides[1].cqs[0].push_back(wc);
+    // One more is under way throughout, so that the queue is owed something.
+    flush(&mut p);
+    completion(&p);
+    let first = flush(&mut p);
+    let late = completion(&p);
+    arrives(&p, late);
+    assert!(p.receiver.test_flush(first).expect("no fault"));
+    let second = flush(&mut p);
+    assert_eq!(second, first, "the same flush");
+    let own = completion(&p);
+    arrives(&p, late);
+    assert!(!p.receiver.test_flush(second).expect("no fault"));
+    arrives(&p, own);
+    assert!(p.receiver.test_flush(second).expect("no fault"));
+}
+
 /// With the ring full, the entry of a member that has arrived holds a credit of the next lap while the rest of its group
 /// still waits for sends.
 #[test]

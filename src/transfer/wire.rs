@@ -196,7 +196,7 @@ impl QpSet {
 }
 
 impl Post for QpSet {
-    #[inline]
+    #[inline(always)] // into the two posts of a message, which fill the request in place
     unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
         // SAFETY: the caller's promise.
         unsafe { self.qp(qp).post_write(w) }
@@ -212,14 +212,14 @@ impl Post for QpSet {
         unsafe { qp.post_read(wr_id, *local, *lkey, 1, remote, rkey) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
         self.rails[rail].cq.poll(batch)
     }
 }
 
 impl<T: Post> Post for Arc<T> {
-    #[inline]
+    #[inline(always)] // into the two posts of a message, which fill the request in place
     unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
         // SAFETY: the caller's promise.
         unsafe { (**self).write(qp, w) }
@@ -234,7 +234,7 @@ impl<T: Post> Post for Arc<T> {
         unsafe { (**self).flush(rail, wr_id, remote, rkey) }
     }
 
-    #[inline]
+    #[inline(always)]
     fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
         (**self).poll(rail, batch)
     }

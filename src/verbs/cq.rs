@@ -55,16 +55,21 @@ impl Cq {
     }
 
     /// Takes what has completed, at most a batch.
-    #[inline]
+    #[inline(always)] // a message's cost
     pub fn poll<'a>(&self, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
         const LEN: c_int = 16;
         const { assert!(WcBatch::LEN == 16) };
         let room = batch.room.as_mut_ptr().cast::<ib::ibv_wc>();
         // SAFETY: a live queue and room for LEN completions of the layout asserted in completion.rs.
         let n = unsafe { (self.poll)(self.raw.as_ptr(), LEN, room) };
-        let Ok(n) = usize::try_from(n) else { return Err(VerbsError::last("ibv_poll_cq", self.context.name())) };
+        let Ok(n) = usize::try_from(n) else { return Err(self.poll_failed()) };
         // SAFETY: the device filled the first n, at most LEN.
         Ok(unsafe { std::slice::from_raw_parts(batch.room.as_ptr().cast::<Wc>(), n.min(WcBatch::LEN)) })
+    }
+
+    #[cold]
+    fn poll_failed(&self) -> VerbsError {
+        VerbsError::last("ibv_poll_cq", self.context.name())
     }
 }
 

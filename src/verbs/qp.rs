@@ -356,7 +356,7 @@ impl Qp<Rts> {
     /// # Safety
     /// The local range must be registered under `lkey` and stay so until the request has completed (or, inline, until this
     /// call returns).
-    #[inline]
+    #[inline(always)] // a message's cost
     pub unsafe fn post_write(&self, w: &WriteWr) -> Result<(), VerbsError> {
         let opcode = match w.imm {
             Some(_) => ib::ibv_wr_opcode::IBV_WR_RDMA_WRITE_WITH_IMM,
@@ -394,7 +394,7 @@ impl Qp<Rts> {
         unsafe { self.post(wr_id, ib::ibv_wr_opcode::IBV_WR_RDMA_READ, flags, 0, &sge) }
     }
 
-    #[inline]
+    #[inline(always)]
     unsafe fn post(
         &self,
         wr_id: u64,

@@ -20,6 +20,22 @@ pub(crate) fn folder() -> &'static str {
     })
 }
 
+/// A folder for LD_LIBRARY_PATH that hides the machine's driver, should it have one: the dynamic linker takes the first file of a
+/// name, and does not look on where that is no library.
+#[allow(dead_code, reason = "not every test that has this module needs it")]
+pub(crate) fn no_driver() -> &'static str {
+    static FOLDER: OnceLock<String> = OnceLock::new();
+    FOLDER.get_or_init(|| {
+        let own = std::env::current_exe().unwrap();
+        let folder = own.parent().and_then(Path::parent).unwrap().join("examples/no_cuda");
+        std::fs::create_dir_all(&folder).unwrap();
+        for name in ["libcuda.so", "libcuda.so.1"] {
+            std::fs::write(folder.join(name), "").unwrap();
+        }
+        folder.to_str().unwrap().to_owned()
+    })
+}
+
 fn build(profile_dir: &Path, folder: &Path) {
     let profile = match profile_dir.file_name().and_then(|n| n.to_str()).unwrap() {
         "debug" => "dev",

@@ -1,19 +1,21 @@
 //! A `libcuda.so.1` for tests of staging where there is no GPU: the calls of the driver that staging makes, with a thread for
-//! each stream that copies late. A copy to the GPU writes the second half of a line of 128 bytes before the first.
+//! each stream that copies late, beside all that the program does meanwhile. A copy to the GPU writes the second half of a line of
+//! 128 bytes before the first, one of rows the last row first.
 //!
 //! "GPU memory" is a file that is mapped twice: the address that a program gets may not be touched, and [`stand_in_view`] is
 //! where tests look at the same bytes. What the driver is strict about, and easily forgotten, is refused: memory pinned while the
 //! thread minds stream captures. A copy of host memory that is not pinned, or of GPU memory that is not there or was freed, ends
-//! the process, at its start and when it is carried out: it would have spoilt someone's memory. A stream
+//! the process, at its start, when it is carried out and at its end: it would have spoilt someone's memory. A stream
 //! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel; but for those of
 //! cuStreamCreate, which are the program's own and may copy from and to any host memory. A stream takes so many operations; who
 //! brings more waits for room, as whoever lets go of pinned memory or of a context waits for its streams.
 //!
-//! Tests break it as they go: [`stand_in_fail`], [`stand_in_rest`], [`stand_in_stop`], [`stand_in_break`].
+//! Tests break it as they go: [`stand_in_fail`], [`stand_in_rest`], [`stand_in_hang`], [`stand_in_break`].
 //!
 //! | variable | |
 //! |---|---|
-//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it |
+//! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it; in the midst and at the end of one to the GPU a quarter each |
+//! | `CUDA_STAND_IN_SEED` | of these rests; without it they differ from process to process |
 //! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED`; dma-buf: its memory is not exported |
 #![allow(non_snake_case, reason = "the driver's names")]
 
@@ -114,17 +116,6 @@ pub unsafe extern "C" fn stand_in_rest(call: *const c_char, ms: c_int, times: c_
     let rest = Duration::from_millis(u64::try_from(ms).unwrap_or(0));
     // SAFETY: the caller's promise.
     unsafe { play(call, Trick::Rest(rest), times) };
-}
-
-static STOPPED: AtomicBool = AtomicBool::new(false);
-
-/// All streams stand still, or go on.
-///
-/// # Safety
-/// None is needed.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn stand_in_stop(stopped: c_int) {
-    STOPPED.store(stopped != 0, Ordering::Release);
 }
 
 /// Contexts up to this one have failed.
@@ -256,16 +247,24 @@ fn start(context: usize) -> Stream {
     let (work, todo) = channel();
     let left = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&left);
-    let delay: u64 = std::env::var("CUDA_STAND_IN_DELAY").ok().and_then(|text| text.parse().ok()).unwrap_or(0);
+    let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
+    let delay = number("CUDA_STAND_IN_DELAY").unwrap_or(0);
+    let seed = number("CUDA_STAND_IN_SEED").unwrap_or_else(|| u64::from(std::process::id()));
     let thread = std::thread::spawn(move || {
-        let mut random = 0x9e37_79b9_7f4a_7c15 ^ u64::from(std::process::id());
+        let mut random = 0x9e37_79b9_7f4a_7c15 ^ seed;
+        let mut rest = || {
+            if delay > 0 {
+                std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
+            }
+        };
+        let pause = || std::thread::sleep(Duration::from_micros(delay / 4));
         if context == PRIMARY {
             loop {
                 std::thread::park();
             }
         }
         for item in todo {
-            while STOPPED.load(Ordering::Acquire) && !is_broken(context) {
+            while HANGS.load(Ordering::Relaxed) && !is_broken(context) {
                 std::thread::sleep(Duration::from_millis(1));
             }
             if is_broken(context) {
@@ -274,37 +273,40 @@ fn start(context: usize) -> Stream {
             }
             match item {
                 Work::Copy { device, host, length, to_device } => {
-                    if delay > 0 {
-                        std::thread::sleep(Duration::from_micros(delay / 2 + next(&mut random) % delay.div_ceil(2)));
-                    }
-                    // Both are there until it is done.
-                    let state = state();
-                    let view = state.copied(context, device, host, length);
+                    rest();
+                    let view = state().copied(context, device, host, length);
                     let (from, to) = if to_device { (host, view) } else { (view, host) };
                     let (from, to) = (from as *const u8, to as *mut u8);
-                    let length = usize::try_from(length).unwrap_or(0);
+                    let size = usize::try_from(length).unwrap_or(0);
                     if to_device {
                         // As a copy engine may: second halves of lines before the first, though not so late.
                         for half in [1, 0] {
-                            for at in (half * 64..length).step_by(128) {
+                            for at in (half * 64..size).step_by(128) {
                                 let (from, to) = (from.wrapping_add(at), to.wrapping_add(at));
-                                // SAFETY: both ranges were looked up just now.
-                                unsafe { ptr::copy_nonoverlapping(from, to, (length - at).min(64)) };
+                                // SAFETY: both ranges were looked up just now; that they went since is found below.
+                                unsafe { ptr::copy_nonoverlapping(from, to, (size - at).min(64)) };
                             }
-                            std::thread::sleep(Duration::from_micros(delay / 4));
+                            pause();
                         }
                     } else {
                         // SAFETY: as above.
-                        unsafe { ptr::copy_nonoverlapping(from, to, length) };
+                        unsafe { ptr::copy_nonoverlapping(from, to, size) };
                     }
+                    state().copied(context, device, host, length);
                 }
                 Work::Rows { device, host, pitch, width, height } => {
-                    let view = state().copied(context, device, host, pitch * (height - 1) + width);
-                    for row in 0..height {
+                    rest();
+                    let length = pitch * (height - 1) + width;
+                    let view = state().copied(context, device, host, length);
+                    for row in (0..height).rev() {
                         let (from, to) = ((host + row * pitch) as *const u8, (view + row * pitch) as *mut u8);
-                        // SAFETY: both ranges were looked up just now.
+                        // SAFETY: both ranges were looked up just now; that they went since is found below.
                         unsafe { ptr::copy_nonoverlapping(from, to, usize::try_from(width).unwrap_or(0)) };
+                        if row == height / 2 || row == 0 {
+                            pause();
+                        }
                     }
+                    state().copied(context, device, host, length);
                 }
                 Work::Write { address, value } => {
                     // SAFETY: inside pinned memory.
@@ -431,6 +433,18 @@ pub unsafe extern "C" fn stand_in_view(address: u64) -> *mut u8 {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stand_in_pinned() -> u64 {
     state().pinned.values().map(|range| range.length).sum()
+}
+
+/// Whether copies hang: those that did not begin go on when they don't any more.
+static HANGS: AtomicBool = AtomicBool::new(false);
+
+/// Has copies hang, or go on.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_hang(hang: c_int) {
+    HANGS.store(hang != 0, Ordering::Relaxed);
 }
 
 /// Contexts that were made so far.
@@ -618,8 +632,8 @@ driver! {
         SUCCESS
     }
 
-    fn cuMemUnmap(_address: u64, _length: usize) {
-        SUCCESS
+    fn cuMemUnmap(address: u64, _length: usize) {
+        if state().device.remove(&address).is_some() { SUCCESS } else { INVALID_VALUE }
     }
 
     fn cuMemAddressFree(_address: u64, _length: usize) {

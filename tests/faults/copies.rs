@@ -19,7 +19,7 @@ fn driver() -> (&'static str, &'static str) {
 
 /// All streams stand still, or go on.
 fn stop(stopped: bool) {
-    let stop: unsafe extern "C" fn(c_int) = of_driver(c"stand_in_stop");
+    let stop: unsafe extern "C" fn(c_int) = of_driver(c"stand_in_hang");
     // SAFETY: a switch of the stand-in.
     unsafe { stop(stopped.into()) };
 }
@@ -186,6 +186,7 @@ fn every_connection_waits_for_its_own_copies() {
             for one in &both {
                 plugin.dereg_mr(one.pair.0, one.memory);
             }
+            assert!(begin.elapsed() >= Duration::from_secs(12), "{:?}", begin.elapsed());
         });
         let told = warnings_with("do not end");
         assert!(told.len() == 1 && told[0].contains("waited for 10s; meanwhile memory was deregistered"), "{told:#?}");

@@ -189,13 +189,9 @@ fn a_profile_decides_for_the_gpu_that_has_the_memory() {
 fn a_profile_that_wants_staging_needs_the_driver() {
     let place = PLACE.replace("gpu_dmabuf = true", "");
     let fabric = host("a", &[roce("soft0", "10.0.0.1", &place, RATE)]);
-    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE] }, |room| {
+    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE, ("LD_LIBRARY_PATH", cuda::no_driver())] }, |room| {
         put_profile(room, &profile("NVIDIA H200", STAGED));
         with_gpus(room, &[]);
-        // SAFETY: a C string.
-        if !unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) }.is_null() {
-            return; // it is there
-        }
         assert_eq!(on_machine(room, &[]).properties(0).ptr_support, HOST);
         contains(&warnings(), &["soft0 and GPU 0000:83:00.0: the profile is not followed", "there is no CUDA driver"]);
         assert_eq!(warnings().len(), 1, "{:#?}", warnings());
@@ -266,6 +262,74 @@ fn a_profile_that_says_host_offers_no_gpu_memory() {
         let plugin = on_machine(room, &[]);
         assert_eq!(plugin.properties(0).ptr_support, HOST);
         contains(&infos(), &["device 0 takes host memory only", "profile profile.json: host memory is best"]);
+    });
+}
+
+const LOADED: (&str, &[u8]) = ("proc/modules", b"nvidia_peermem 16384 0 - Live 0x0000000000000000\n");
+
+/// What is warned of where a peer memory driver is loaded and not registered, with a profile of these rules.
+fn with_a_driver_that_is_not_registered(room: &Room, rules: &str) -> Vec<String> {
+    put_profile(room, &profile("NVIDIA H200", rules));
+    told_at_start(room, &[LOADED]).1
+}
+
+#[test]
+fn who_is_told_by_a_profile_to_use_host_memory_misses_no_gpudirect() {
+    let place = PLACE.replace("gpu_dmabuf = true", "");
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", &place, RATE)]);
+    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE] }, |room| {
+        let warnings = with_a_driver_that_is_not_registered(room, r#"[{"from": 0, "to": null, "path": "host"}]"#);
+        assert_eq!(warnings, Vec::<String>::new());
+    });
+}
+
+#[test]
+fn who_is_told_by_a_profile_to_use_gpudirect_misses_it() {
+    let place = PLACE.replace("gpu_dmabuf = true", "");
+    let fabric = host("a", &[roce("soft0", "10.0.0.1", &place, RATE)]);
+    alone(&Setting { fabric: Some(&fabric), env: &[PROFILE] }, |room| {
+        let only = profile("NVIDIA H200", r#"[{"from": 0, "to": null, "path": "gdr"}]"#);
+        put_profile(
+            room,
+            &only.replace("\"staging\": {", "\"host\": {").replace(", \"host\": null", ", \"staging\": null"),
+        );
+        let (_, warnings) = told_at_start(room, &[LOADED]);
+        contains(&warnings, &["device 0 takes host memory only", "loaded, not registered"]);
+        assert_eq!(warnings.len(), 1, "{warnings:#?}");
+    });
+}
+
+const FAR_NIC: &str = "pci0000:c0/0000:c0:02.0/0000:c2:00.0";
+
+fn a_near_and_a_far_nic() -> String {
+    let (near, far) = (PLACE.replace("gpu_dmabuf = true", ""), format!("pci_path = \"/sys/devices/{FAR_NIC}\""));
+    host("a", &[roce("soft0", "10.0.0.1", &near, RATE), roce("soft1", "10.0.1.1", &far, RATE)])
+}
+
+/// Nothing was measured of the NIC at the other CPU.
+fn they_go_by_the_far_one(room: &Room, rails: &str) {
+    put_profile(room, &profile("NVIDIA H200", STAGED));
+    with_gpus(room, &[(&format!("sys/devices/{FAR_NIC}/numa_node"), b"1")]);
+    let plugin = on_machine(room, &[]);
+    assert_eq!((plugin.devices(), plugin.properties(0).ptr_support), (1, HOST));
+    contains(&infos(), &["soft0 and GPU 0000:83:00.0: PIX", "profile profile.json: staging is best"]);
+    contains(&infos(), &["soft1 and GPU 0000:83:00.0: SYS"]);
+    contains(&infos(), &[&format!("device 0: {rails} (800 Gb/s")]);
+}
+
+#[test]
+fn rails_go_by_the_nic_that_is_furthest_from_the_gpu() {
+    let env = [PROFILE, ("LD_LIBRARY_PATH", cuda::folder()), ("NCCL_NET_RDMA_RAILS", "soft0+soft1")];
+    alone(&Setting { fabric: Some(&a_near_and_a_far_nic()), env: &env }, |room| {
+        they_go_by_the_far_one(room, "soft0+soft1");
+    });
+}
+
+#[test]
+fn rails_go_by_the_nic_that_is_furthest_from_the_gpu_in_any_order() {
+    let env = [PROFILE, ("LD_LIBRARY_PATH", cuda::folder()), ("NCCL_NET_RDMA_RAILS", "soft1+soft0")];
+    alone(&Setting { fabric: Some(&a_near_and_a_far_nic()), env: &env }, |room| {
+        they_go_by_the_far_one(room, "soft1+soft0");
     });
 }
 

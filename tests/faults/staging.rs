@@ -177,7 +177,7 @@ fn connections_share_the_shadow_of_a_range() {
 
 #[test]
 fn without_a_driver_staging_is_not_offered() {
-    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, ("LD_LIBRARY_PATH", "/nowhere")] }, |_| {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, ("LD_LIBRARY_PATH", cuda::no_driver())] }, |_| {
         let plugin = Plugin::started();
         assert_eq!(plugin.properties(0).ptr_support, HOST);
         let told = warnings_with("device 0 takes host memory only");

@@ -6,7 +6,7 @@ use std::path::Path;
 use nccl_net_rdma::config::Config;
 use nccl_net_rdma::memory::profile::{self, Adapter, Nic};
 use nccl_net_rdma::net;
-use nccl_net_rdma::topology::distance::Distance;
+use nccl_net_rdma::topology::{distance::Distance, report};
 use serde::{Deserialize, Serialize};
 
 /// A NIC, and how it lies to a GPU.
@@ -26,7 +26,7 @@ pub(super) struct Machine {
 impl Machine {
     /// Of a device as the plugin names it (`mlx5_0`, `mlx5_0:2`, or several with `+` between them, of which the first
     /// counts), and the GPU with this bus id.
-    pub(super) fn look(device: &str, speed_mbps: i32, gpu: Option<&str>) -> Self {
+    pub(super) fn look(device: &str, gpu: Option<&str>) -> Self {
         let found = net::discover(&Config::from_process().0);
         let report = &found.survey.report;
         let first = first(device);
@@ -38,8 +38,7 @@ impl Machine {
             nic: Nic {
                 name: device.to_owned(),
                 model: nic.map_or_else(String::new, |nic| nic.model.clone()),
-                // Of one of its ports.
-                port_gbps: f64::from(speed_mbps) / 1000.0 / device.split('+').map(|_| 1.0).sum::<f64>(),
+                port_gbps: nic.map_or(0.0, report::Nic::gbps_of_a_port),
                 // So soft-hca says who it is.
                 firmware: firmware.clone(),
             },

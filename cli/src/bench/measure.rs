@@ -14,10 +14,9 @@ use serde::{Deserialize, Serialize};
 use super::machine::Machine;
 use crate::abi::{self, AnyComm, Buffer, Memory, PTR_CUDA, PTR_DMABUF, Plugin, Properties, Region};
 use crate::gpu::{DeviceMemory, Gpu};
-use crate::pipe::{self, Batch, Pipe};
+use crate::pipe::{self, Batch, EMPTY, Pipe};
 use crate::procs::{Mailbox, Seat};
 
-const EMPTY: Range<usize> = Range { start: 0, end: 0 };
 /// For a message between the ranks outside the measurement.
 const PATIENCE: Duration = Duration::from_secs(120);
 /// Room that messages in flight share, unless a single one is larger.
@@ -70,7 +69,7 @@ pub(super) struct Row {
     pub(super) bytes: usize,
     /// Bytes that arrived wrong.
     pub(super) wrong: u64,
-    /// CPU time for a message beyond idle polls, sending (rank 0) or receiving (rank 1).
+    /// CPU time for a message beyond idle polls, sending (rank 0) or receiving (rank 1). What is near 0 varies to both sides.
     pub(super) cpu: f64,
     /// From the sender.
     pub(super) times: Option<Times>,
@@ -79,9 +78,9 @@ pub(super) struct Row {
 /// Seconds for a message.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub(super) struct Times {
-    /// Half a round trip: the median and what 99 of 100 are below.
+    /// Half a round trip: the median and what 99 of 100 are below. None: there were fewer.
     pub(super) p50: f64,
-    pub(super) p99: f64,
+    pub(super) p99: Option<f64>,
     /// In a stream.
     pub(super) streaming: f64,
 }
@@ -197,7 +196,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     if seat.rank == 0 {
         let bus_id = Gpu::bus_id(job.gpu).ok();
         let using = Using {
-            machine: Machine::look(&properties.name, properties.speed_mbps, bus_id.as_deref()),
+            machine: Machine::look(&properties.name, bus_id.as_deref()),
             memory: registered.name().to_owned(),
             flush: needs_flush,
         };
@@ -294,40 +293,29 @@ impl<'a> Bench<'a> {
             sleep(NAP);
         })?;
         let used = cpu_time()?.saturating_sub(begun).as_secs_f64();
-        let cpu = (used - f64::from(turns) * self.idle_turn).max(0.0) / messages;
-        let times = (self.rank == 0).then(|| Times { p50: part(&pings, 50), p99: part(&pings, 99), streaming });
+        let cpu = (used - f64::from(turns) * self.idle_turn) / messages;
+        let times = (self.rank == 0).then(|| Times {
+            p50: part(&pings, 50),
+            p99: (pings.len() >= 100).then(|| part(&pings, 99)),
+            streaming,
+        });
         Ok(Row { bytes, wrong, cpu, times })
     }
 
-    fn sends<'b>(&'b self, ranges: &'b [Range<usize>]) -> Option<Batch<'b>> {
-        Some(Batch { buffer: self.outgoing.region(), memory: self.send_memory, ranges })
+    fn sends<'b>(&'b self, ranges: &'b [Range<usize>]) -> Batch<'b> {
+        Batch { buffer: self.outgoing.region(), memory: self.send_memory, ranges }
     }
 
-    fn recvs<'b>(&'b self, ranges: &'b [Range<usize>]) -> Option<Batch<'b>> {
-        Some(Batch { buffer: self.incoming.region(), memory: self.recv_memory, ranges })
+    fn recvs<'b>(&'b self, ranges: &'b [Range<usize>]) -> Batch<'b> {
+        Batch { buffer: self.incoming.region(), memory: self.recv_memory, ranges }
     }
 
-    /// A message there and back.
     fn ping(&self, ranges: &[Range<usize>]) -> anyhow::Result<()> {
-        let one = &ranges[..1];
-        if self.rank == 0 {
-            self.pipe.transfer(self.sends(one), None)?;
-            self.pipe.transfer(None, self.recvs(one))
-        } else {
-            self.pipe.transfer(None, self.recvs(one))?;
-            self.pipe.transfer(self.sends(one), None)
-        }
+        self.pipe.ping(self.rank, self.sends(ranges), self.recvs(ranges))
     }
 
-    /// Messages from rank 0; an empty one comes back, so that the sender's clock covers the arrival of the last.
-    fn stream(&self, ranges: &[Range<usize>], mut rest: impl FnMut()) -> anyhow::Result<()> {
-        if self.rank == 0 {
-            self.pipe.transfer_with(self.sends(ranges), None, &mut rest)?;
-            self.pipe.transfer_with(None, self.recvs(&[EMPTY]), rest)
-        } else {
-            self.pipe.transfer_with(None, self.recvs(ranges), &mut rest)?;
-            self.pipe.transfer_with(self.sends(&[EMPTY]), None, rest)
-        }
+    fn stream(&self, ranges: &[Range<usize>], rest: impl FnMut()) -> anyhow::Result<()> {
+        self.pipe.stream(self.rank, self.sends(ranges), self.recvs(ranges), rest)
     }
 
     /// CPU time of a turn in which nothing moves: each rank in turn waits for the other, which sleeps.
@@ -337,10 +325,10 @@ impl<'a> Bench<'a> {
         for sleeper in [0, 1] {
             if self.rank == sleeper {
                 sleep(SLEEP);
-                self.pipe.transfer(self.sends(&[EMPTY]), None)?;
+                self.pipe.transfer(Some(self.sends(&[EMPTY])), None)?;
             } else {
                 let begun = cpu_time()?;
-                self.pipe.transfer_with(None, self.recvs(&[EMPTY]), || {
+                self.pipe.transfer_with(None, Some(self.recvs(&[EMPTY])), || {
                     turns += 1;
                     sleep(NAP);
                 })?;
@@ -358,7 +346,7 @@ impl<'a> Bench<'a> {
         self.incoming.put(self.gpu.as_ref(), &bytes)?;
         fill(&mut bytes, self.rank, round);
         self.outgoing.put(self.gpu.as_ref(), &bytes)?;
-        self.pipe.transfer(self.sends(ranges), self.recvs(ranges))?;
+        self.pipe.transfer(Some(self.sends(ranges)), Some(self.recvs(ranges)))?;
         let mut got = vec![0; all];
         self.incoming.get(self.gpu.as_ref(), &mut got)?;
         fill(&mut bytes, 1 - self.rank, round);
@@ -439,10 +427,9 @@ mod tests {
         sleep(Duration::from_millis(30));
         let asleep = cpu_time().unwrap() - begun;
         let (begun, start) = (cpu_time().unwrap(), Instant::now());
-        while start.elapsed() < Duration::from_millis(60) {
-            std::hint::spin_loop();
+        // Other processes may have the cores for a while.
+        while cpu_time().unwrap() - begun < Duration::from_millis(10) {
+            assert!(start.elapsed() < Duration::from_secs(30), "{asleep:?}");
         }
-        // Other tests of this process may be at work as well; on a busy machine this one gets half a core.
-        assert!(cpu_time().unwrap() - begun > Duration::from_millis(10), "{asleep:?}");
     }
 }

@@ -8,12 +8,13 @@ mod plot;
 mod results;
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use indicatif::{ProgressBar, ProgressStyle};
-use nccl_net_rdma::memory::profile::{self, Profile, Way};
+use nccl_net_rdma::memory::profile::{self, Profile, Rule, Way};
 
 use crate::adapter::{Adapter, AdapterArgs};
 use crate::gpu::Gpu;
@@ -51,10 +52,10 @@ pub(crate) struct Args {
           value_name = "staging|gdr|host")]
     paths: Vec<Way>,
     /// Index of the GPU
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     device: i32,
     /// Index of the plugin's device
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = table::index())]
     dev: i32,
     /// Smallest size
     #[arg(long, default_value = "8", value_parser = table::parse_bytes)]
@@ -78,9 +79,9 @@ pub(crate) struct Args {
     #[arg(long)]
     same_host: bool,
     /// No turn begins or goes on after this many seconds
-    #[arg(long, default_value_t = 300, value_name = "S")]
+    #[arg(long, default_value_t = 300, value_name = "S", value_parser = table::seconds())]
     time_limit: u64,
-    /// Folder for profile.json, paths.svg and paths.png
+    /// Folder for profile.json, paths.svg and paths.png; those of an earlier run go first
     #[arg(long, value_name = "DIR", overrides_with = "out")]
     out: Option<PathBuf>,
 }
@@ -134,10 +135,10 @@ fn run(args: &Args) -> anyhow::Result<()> {
         }
     };
     if let Some(folder) = &args.out {
-        writable(folder)?;
+        prepare(folder)?;
     }
-    let scratch = Scratch::new()?;
-    let adapter = args.adapter.resolve(&scratch.0)?;
+    let scratch = tempfile::Builder::new().prefix("nccl-rdma-bench-").tempdir()?;
+    let adapter = args.adapter.resolve(scratch.path())?;
     let meeting = args.hosts.open()?;
     let rounds = usize::from(args.rounds);
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} sizes  {msg}  {elapsed}")?;
@@ -209,6 +210,8 @@ impl Bench<'_> {
             meeting: self.meeting,
         };
         let mut refused = None;
+        let mut measured = 0;
+        let start = Instant::now();
         self.bar.set_message(way.to_string());
         let outcomes = procs::run(&spec, |rank, value| match serde_json::from_value(value) {
             Ok(Note::Using(now)) => {
@@ -219,6 +222,7 @@ impl Bench<'_> {
             Ok(Note::Row(row)) => {
                 results.add(way, rank, &row);
                 if rank == 0 {
+                    measured += 1;
                     self.bar.set_message(format!("{way}, {} bytes", row.bytes));
                     self.bar.inc(1);
                 }
@@ -227,7 +231,11 @@ impl Bench<'_> {
         })?;
         match (refused, procs::failure(&outcomes)) {
             (Some(why), _) => Ok(Turn::Refused(why)),
-            (None, Some(why)) => bail!("{why}"),
+            (None, Some(why)) => {
+                let at = self.sizes.get(measured).map_or_else(String::new, |size| format!("at {size} bytes: "));
+                let over = if start.elapsed() < time_limit { "" } else { "; time is over (--time-limit)" };
+                bail!("{at}{why}{over}")
+            }
             (None, None) => Ok(Turn::Done),
         }
     }
@@ -254,10 +262,17 @@ impl Results {
         };
         println!("\n{}\n\n{}\n\n{FIGURES}", using.machine, self.table());
         ensure!(self.wrong == 0, "{} bytes arrived wrong", self.wrong);
-        let rules = self.rules();
-        let measured_gpu = self.ways().iter().any(|way| *way != Way::Host);
-        if measured_gpu {
-            println!("\nbest by these figures: {}", rules_in_words(&rules));
+        let gpu_name = gpu.as_ref().map(|gpu| gpu.name.clone());
+        let gpu = gpu.filter(|_| self.ways().iter().any(|way| *way != Way::Host));
+        // Half of a measurement would decide by accident.
+        let rules = if gpu.is_some() && failures.is_empty() { self.rules() } else { Vec::new() };
+        let best = match (&gpu, failures) {
+            (None, _) => "host memory only".to_owned(),
+            (Some(_), []) => rules_in_words(&rules),
+            (Some(_), _) => "not everything was measured".to_owned(),
+        };
+        if !rules.is_empty() {
+            println!("\nbest by these figures: {best}");
         }
         if !using.machine.on_bus {
             println!("\n{SOFTWARE}");
@@ -266,30 +281,27 @@ impl Results {
             let software =
                 if using.machine.on_bus { "" } else { "; software adapter: proves the tool, not a threshold" };
             let chart = Chart {
-                title: format!("{} and {}", using.machine.nic.name, gpu.as_ref().map_or("no GPU", |gpu| &gpu.name)),
-                subtitle: format!(
-                    "nccl-rdma bench paths; {}{software}",
-                    if measured_gpu { rules_in_words(&rules) } else { "host memory only".to_owned() }
-                ),
+                title: format!("{} and {}", using.machine.nic.name, gpu_name.as_deref().unwrap_or("no GPU")),
+                subtitle: format!("nccl-rdma bench paths; {best}{software}"),
                 series: self.series(),
                 crossovers: rules.iter().skip(1).map(|rule| (rule.from, rule.path.to_string())).collect(),
             };
             println!();
-            write(folder, "paths.svg", chart.svg()?.as_bytes())?;
-            write(folder, "paths.png", &chart.png()?)?;
+            write(folder, PLOTS[0], chart.svg()?.as_bytes())?;
+            write(folder, PLOTS[1], &chart.png()?)?;
             match gpu {
-                Some(_) if measured_gpu && !failures.is_empty() => {
-                    println!("no profile: not everything was measured, and half of it would decide by accident");
+                Some(_) if !failures.is_empty() => {
+                    println!("no profile: {best}, and half of it would decide by accident")
                 }
-                Some(gpu) if measured_gpu => {
+                Some(gpu) => {
                     if let Some(why) = using.machine.not_found_again() {
                         println!("WARN the plugin will not follow this profile: {why}");
                     }
-                    let profile = self.profile(using, gpu);
-                    write(folder, "profile.json", profile.to_json().as_bytes())?;
-                    println!("to follow it: NCCL_NET_RDMA_PROFILE={}", folder.join("profile.json").display());
+                    let profile = self.profile(using, gpu, rules);
+                    write(folder, PROFILE, profile.to_json().as_bytes())?;
+                    println!("to follow it: NCCL_NET_RDMA_PROFILE={}", folder.join(PROFILE).display());
                 }
-                _ => println!("no profile: there is nothing to choose between with host memory alone"),
+                None => println!("no profile: there is nothing to choose between with host memory alone"),
             }
         }
         ensure!(failures.is_empty(), "not everything was measured: {}", failures.join("; "));
@@ -298,7 +310,7 @@ impl Results {
 }
 
 impl Results {
-    fn profile(&self, using: &Using, gpu: profile::Gpu) -> Profile {
+    fn profile(&self, using: &Using, gpu: profile::Gpu, rules: Vec<Rule>) -> Profile {
         let machine = using.machine.clone();
         let pair = profile::Pair {
             nic: machine.nic,
@@ -306,7 +318,7 @@ impl Results {
             distance: machine.distance,
             link: machine.link,
             sizes: self.measured(),
-            rules: self.rules(),
+            rules,
         };
         Profile {
             version: profile::VERSION,
@@ -336,31 +348,27 @@ fn date(day: u64) -> (u64, u64, u64) {
     (era * 400 + year + u64::from(month_of_year <= 2), month_of_year, day - (153 * month + 2) / 5 + 1)
 }
 
-/// A folder of this process's own, gone with the value.
-struct Scratch(PathBuf);
+const PROFILE: &str = "profile.json";
+const PLOTS: [&str; 2] = ["paths.svg", "paths.png"];
 
-impl Scratch {
-    fn new() -> anyhow::Result<Self> {
-        let folder = std::env::temp_dir().join(format!("nccl-rdma-bench-{}", std::process::id()));
-        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-        Ok(Self(folder))
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // It only holds the fabric file.
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
-
-/// Told before minutes of measuring, not after.
-fn writable(folder: &Path) -> anyhow::Result<()> {
+/// Makes the folder where there is none, and clears it of what an earlier run found: whatever becomes of this one, that must
+/// not pass for its own. That nothing can be written is told before minutes of measuring, not after.
+fn prepare(folder: &Path) -> anyhow::Result<()> {
     let trial = folder.join(".nccl-rdma-bench");
     fs::create_dir_all(folder)
         .and_then(|()| fs::write(&trial, ""))
         .and_then(|()| fs::remove_file(&trial))
-        .with_context(|| format!("nothing can be written to {} (--out)", folder.display()))
+        .with_context(|| format!("nothing can be written to {} (--out)", folder.display()))?;
+    for name in PLOTS.into_iter().chain([PROFILE]) {
+        let file = folder.join(name);
+        match fs::remove_file(&file) {
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(error).with_context(|| file.display().to_string());
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn write(folder: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
@@ -385,12 +393,12 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_profile_that_is_written_is_one_that_the_plugin_reads() {
+    /// Staging and GPUDirect of two sizes, on an H200.
+    fn measured() -> (Results, Using, profile::Gpu) {
         let mut results = Results::default();
         for (bytes, staging, gdr) in [(8, 12e-6, 3e-6), (1 << 20, 30e-6, 60e-6)] {
             for (way, seconds) in [(Way::Staging, staging), (Way::Gdr, gdr)] {
-                let times = Times { p50: seconds, p99: seconds, streaming: seconds };
+                let times = Times { p50: seconds, p99: Some(seconds), streaming: seconds };
                 results.add(way, 0, &Row { bytes, wrong: 0, cpu: 1e-6, times: Some(times) });
                 results.add(way, 1, &Row { bytes, wrong: 0, cpu: 2e-6, times: None });
             }
@@ -418,12 +426,44 @@ mod tests {
             compute_capability: Some("9.0".to_owned()),
             bus_id: "0000:1b:00.0".to_owned(),
         };
-        let text = results.profile(&using, gpu).to_json();
-        let read = Profile::parse(text.as_bytes(), Path::new("profile.json")).unwrap();
+        (results, using, gpu)
+    }
+
+    #[derive(Debug, clap::Parser)]
+    struct Typed {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    #[test]
+    fn the_profile_that_is_written_is_one_that_the_plugin_reads() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().to_str().unwrap();
+        let (results, using, gpu) = measured();
+        let Typed { args } = clap::Parser::parse_from(["paths", "--out", out]);
+        results.finish(&args, Some(&using), Some(gpu), &[], &[]).unwrap();
+        let read = Profile::load(&folder.path().join("profile.json")).unwrap();
         let pair = &read.pairs[0];
         assert_eq!(pair.gpu.name, "NVIDIA H200", "the name by which the plugin finds it");
         assert!(pair.staged().contains(1 << 20) && !pair.staged().contains(8), "{:?}", pair.rules);
         let staging = pair.sizes[1].staging.unwrap();
         assert!((staging.cpu_share - 2.0 / 30.0).abs() < 1e-9 && (staging.pcie_bytes_per_byte - 2.0).abs() < 1e-9);
+        let plot = fs::read_to_string(folder.path().join("paths.svg")).unwrap();
+        assert!(plot.contains("staging from 1048576 B on"), "{plot}");
+    }
+
+    /// The paths that time was left for would win.
+    #[test]
+    fn half_a_measurement_decides_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let out = folder.path().to_str().unwrap();
+        let (results, using, gpu) = measured();
+        let Typed { args } = clap::Parser::parse_from(["paths", "--out", out]);
+        let failures = ["host: not measured in turn 1".to_owned()];
+        let error = results.finish(&args, Some(&using), Some(gpu), &[], &failures).unwrap_err().to_string();
+        assert!(error.contains("not everything was measured"), "{error}");
+        assert!(!folder.path().join("profile.json").exists());
+        let plot = fs::read_to_string(folder.path().join("paths.svg")).unwrap();
+        assert!(plot.contains("not everything was measured") && !plot.contains("B on"), "{plot}");
     }
 }

@@ -72,7 +72,8 @@ impl Chart {
         area: &DrawingArea<B, Shift>,
     ) -> Result<(), DrawingAreaErrorKind<B::ErrorType>> {
         area.fill(&WHITE)?;
-        let area = area.titled(&self.title, (TEXT, 24))?;
+        // A title is set against the edge, and its letters reach over it.
+        let area = area.margin(8, 0, 0, 0).titled(&self.title, (TEXT, 24))?;
         let area = area.titled(&self.subtitle, (TEXT, 15))?;
         let cells = area.split_evenly((2, 2));
         let panels: [(&str, Value, bool); 4] = [
@@ -227,6 +228,9 @@ mod tests {
         reader.next_frame(&mut pixels).unwrap();
         assert_eq!((reader.info().width, reader.info().height), SIZE);
         let (pixels, _) = pixels.as_chunks::<3>();
+        // Nothing is cut off at the top.
+        let rows = usize::try_from(SIZE.0).unwrap() * 4;
+        assert!(pixels[..rows].iter().all(|pixel| *pixel == [255; 3]));
         for (_, RGBColor(r, g, b)) in COLOURS {
             assert!(pixels.contains(&[r, g, b]), "a path is not in the PNG");
         }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use super::traffic::{Flow, Incoming, Manner, Msg, Outgoing, Random, RecvRun, exchange};
-use super::{Case, Rank, Ranks};
+use super::{Case, Rank, Ranks, skip};
 use crate::abi::{
     Buffer, LOG_WARN, MAX_REQUESTS, Memory, PTR_HOST, Plugin, RecvComm, SendComm, Slot, Version, profile, take_log,
 };
@@ -140,7 +140,7 @@ fn fused(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let parts: Vec<_> = (0..count.min(most)).collect();
     if !plugin.fuses() || parts.len() < 2 {
         let why = format!("{count} device(s), of which this version of the interface fuses up to {most}");
-        return rank.skip(&why);
+        return skip(&why);
     }
     let dev = plugin.make_v_device(&parts)?;
     ensure!(dev == count, "the fused device has index {dev}; {count} was the next");
@@ -164,7 +164,7 @@ fn fused(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 fn itself(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let sizes = small(rank);
+    let sizes = small(rank)?;
     loopback(rank, rank.plugin, &sizes)
 }
 
@@ -193,8 +193,12 @@ pub(super) fn loopback(rank: &Rank<'_>, plugin: &Plugin, sizes: &[usize]) -> any
 }
 
 /// The sizes up to 1 MiB.
-fn small(rank: &Rank<'_>) -> Vec<usize> {
-    rank.options.sizes.iter().copied().filter(|&s| s <= 1 << 20).collect()
+fn small(rank: &Rank<'_>) -> anyhow::Result<Vec<usize>> {
+    let sizes: Vec<_> = rank.options.sizes.iter().copied().filter(|&s| s <= 1 << 20).collect();
+    if sizes.is_empty() {
+        return skip("no size up to 1 MiB is asked for");
+    }
+    Ok(sizes)
 }
 
 fn ring(rank: &mut Rank<'_>) -> anyhow::Result<()> {
@@ -224,8 +228,8 @@ fn pairs(rank: &Rank<'_>) -> (Vec<Link>, Vec<Link>) {
 
 fn all_pairs(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let (to, from) = pairs(rank);
+    let sizes = small(rank)?;
     let (mut out, mut inn) = rank.connect(&to, &from)?;
-    let sizes = small(rank);
     for _ in 0..2 {
         let mut sends: Vec<_> = out.iter_mut().map(|lane| (lane, Flow::plain(&sizes, tag(rank.rank)))).collect();
         let flows = from.iter().map(|link| Flow::plain(&sizes, tag(link.peer)));
@@ -256,7 +260,7 @@ fn large(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 
 fn huge(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     if rank.plugin.version() < Version::V9 {
-        return rank.skip("sizes are ints up to version 8");
+        return skip("sizes are ints up to version 8");
     }
     play(rank, &[Flow::plain(&[(4 << 30) + 1], 0)], Manner::default())
 }
@@ -269,9 +273,12 @@ fn zero_bytes(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 fn short_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let posted = small(rank).into_iter().filter(|&cap| cap > 0);
+    let posted = small(rank)?.into_iter().filter(|&cap| cap > 0);
     let pairs: Vec<_> =
         posted.flat_map(|cap| [(cap / 2, cap), (cap.saturating_sub(1), cap), (cap.min(1), cap)]).collect();
+    if pairs.is_empty() {
+        return skip("no size above 0 is asked for");
+    }
     play(rank, &[Flow::sized(&pairs, 3)], Manner::default())
 }
 
@@ -281,7 +288,7 @@ fn long_sends(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 }
 
 fn sizes_null(rank: &mut Rank<'_>) -> anyhow::Result<()> {
-    let flow = Flow::plain(&small(rank), 0);
+    let flow = Flow::plain(&small(rank)?, 0);
     play(rank, &[flow], Manner { sizes_null: true, ..Manner::default() })
 }
 
@@ -298,7 +305,7 @@ fn send_first(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 /// Messages that are one work request, or several on several QPs, alone and in groups.
 fn profiled(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     if rank.plugin.version() < Version::V10 {
-        return rank.skip("there is no profiler up to version 9");
+        return skip("there is no profiler up to version 9");
     }
     profile::start();
     let group = rank.max_group().min(4);
@@ -309,7 +316,7 @@ fn profiled(rank: &mut Rank<'_>) -> anyhow::Result<()> {
         bail!("{wrong}");
     }
     if events.begun == 0 {
-        return rank.skip("the plugin reports no events");
+        return skip("the plugin reports no events");
     }
     let messages: Vec<_> = flows.iter().flat_map(Flow::pairs).collect();
     let (sent, posted) = messages.iter().fold((0, 0), |(sent, posted), &(s, p)| (sent + s.min(p), posted + p));
@@ -359,7 +366,7 @@ fn grouped(rank: &Rank<'_>, n: usize, groups: usize, round: usize) -> Flow {
 
 fn groups<const N: usize>(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     if N > rank.max_group() {
-        return rank.skip(&format!("groups of up to {} are taken", rank.max_group()));
+        return skip(&format!("groups of up to {} are taken", rank.max_group()));
     }
     let flows: Vec<_> = (0..3).map(|round| grouped(rank, N, rank.rounds(24), round)).collect();
     play(rank, &flows, Manner::default())
@@ -424,7 +431,7 @@ fn two_ways(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 
 fn iflush(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let manner = Manner { flush: true, ..Manner::default() };
-    let flows = [Flow::plain(&small(rank), 0), grouped(rank, rank.max_group(), 16, 1)];
+    let flows = [Flow::plain(&small(rank)?, 0), grouped(rank, rank.max_group(), 16, 1)];
     play(rank, &flows, manner)
 }
 
@@ -492,7 +499,7 @@ fn ll_lines(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     };
     rank.barrier()?;
     let (plugin, deadline) = (rank.plugin, rank.deadline);
-    let mut buffer = Buffer::at_place(rank.options.memory[usize::from(rank.rank > 0)], BYTES)?;
+    let mut buffer = rank.buffer(BYTES)?;
     let word = |round: usize, at: usize| {
         Random::new(&[rank.options.seed, u64::try_from(round * BYTES + at).unwrap_or(0)]).next()
     };
@@ -582,7 +589,7 @@ fn ll_word(seed: u64, step: usize, at: usize) -> u64 {
 /// The sending end: keeps the slots of the steps under way as they are.
 fn send_steps(rank: &Rank<'_>, comm: SendComm, steps: &[Step]) -> anyhow::Result<()> {
     let plugin = rank.plugin;
-    let mut buffer = Buffer::new(STEPS * LL_STRIDE)?;
+    let mut buffer = rank.buffer(STEPS * LL_STRIDE)?;
     let memory = plugin.reg_mr(comm, &buffer, 0..buffer.len())?;
     let mut flying = std::collections::VecDeque::new();
     let (mut next, mut written) = (0, 0);
@@ -616,9 +623,11 @@ fn send_steps(rank: &Rank<'_>, comm: SendComm, steps: &[Step]) -> anyhow::Result
 /// The receiving end: looks at flags as a GPU does, and posts a slot again once its step was read.
 fn receive_steps(rank: &Rank<'_>, comm: RecvComm, steps: &[Step]) -> anyhow::Result<()> {
     let plugin = rank.plugin;
-    let buffer = Buffer::new(STEPS * LL_STRIDE)?;
+    let buffer = rank.buffer(STEPS * LL_STRIDE)?;
     let memory = plugin.reg_mr(comm, &buffer, 0..buffer.len())?;
     let mut flying = std::collections::VecDeque::new();
+    // What each slot has until the next step comes into it.
+    let mut kept = vec![vec![0; LL_SLOT / 8]; STEPS];
     let (mut posted, mut done, mut read, mut words) = (0, 0, 0, 0);
     while read < steps.len() || !flying.is_empty() {
         if posted < steps.len() && posted < read + STEPS {
@@ -652,9 +661,19 @@ fn receive_steps(rank: &Rank<'_>, comm: RecvComm, steps: &[Step]) -> anyhow::Res
                     seen == ll_word(rank.options.seed, read, words),
                     "step {read} has {seen:#018x} at word {words}"
                 );
+                kept[read % STEPS][words] = seen;
                 words += 1;
             }
             if words * 8 >= step.bytes {
+                let now = |word: usize| buffer.word(ll_range(read).start + word * 8);
+                let kept = kept[read % STEPS].iter().enumerate().skip(words);
+                if let Some((word, old)) = kept.into_iter().find(|&(word, &old)| now(word) != old) {
+                    bail!(
+                        "word {word}, behind the payload of step {read} ({} bytes), became {:#018x} from {old:#018x}",
+                        step.bytes,
+                        now(word)
+                    );
+                }
                 (read, words) = (read + 1, 0);
             }
         }
@@ -716,7 +735,7 @@ fn mr_two_comms(rank: &mut Rank<'_>) -> anyhow::Result<()> {
     let wires = wire::connect(rank.plugin, rank.mail, rank.options.dev, to, from, rank.deadline)?;
     rank.barrier()?;
     let plugin = rank.plugin;
-    let mut buffer = Buffer::new(1 << 20)?;
+    let mut buffer = rank.buffer(1 << 20)?;
     let whole = 0..buffer.len();
     if rank.rank == 0 {
         buffer.bytes_mut().fill(0x77);

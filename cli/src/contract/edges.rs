@@ -320,7 +320,7 @@ fn connect_or_error(rank: &Rank<'_>, handle: &mut Handle) -> anyhow::Result<Resu
 
 /// Ends well once the plugin says on this comm that the peer has gone, and says so again.
 fn sends_fail(rank: &Rank<'_>, comm: SendComm) -> anyhow::Result<()> {
-    let buffer = Buffer::new(65536)?;
+    let buffer = Buffer::at_place(rank.options.memory[0], 65536)?;
     let memory = match rank.plugin.reg_mr(comm, &buffer, 0..65536) {
         Ok(memory) => memory,
         Err(Fault::Code { .. }) => return Ok(()),
@@ -568,7 +568,7 @@ fn dies_idle(rank: &mut Rank<'_>) -> anyhow::Result<()> {
 
 /// Ends well once the plugin says on this comm that the peer has gone.
 fn receives_fail(rank: &Rank<'_>, comm: RecvComm) -> anyhow::Result<()> {
-    let buffer = Buffer::new(4096)?;
+    let buffer = Buffer::at_place(rank.options.memory[1], 4096)?;
     let memory = match rank.plugin.reg_mr(comm, &buffer, 0..4096) {
         Ok(memory) => memory,
         Err(Fault::Code { .. }) => return Ok(()),

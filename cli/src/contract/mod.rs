@@ -5,13 +5,14 @@ mod cases;
 mod edges;
 mod traffic;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::abi::{MAX_GROUP, Place, Plugin, Properties, Version};
+use crate::abi::{Buffer, MAX_GROUP, Place, Plugin, Properties, Version};
 use crate::hosts::Meeting;
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::Table;
@@ -115,6 +116,7 @@ const ROWS: Table = Table(&[("case", -24), ("procs", 5), ("result", -6), ("time"
 
 /// Plays the cases; an error unless every one is right.
 pub(crate) fn run(options: &Options, only: &[String], meeting: Option<&Meeting>) -> anyhow::Result<()> {
+    ensure!(!options.sizes.is_empty(), "no size is left: with --quick there is none above 1 MiB");
     for name in only {
         ensure!(all().iter().any(|c| c.name == name), "there is no case {name:?}; see --list");
     }
@@ -196,20 +198,33 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     plugin.init()?;
     let count = plugin.devices()?;
     let dev = job.options.dev;
-    ensure!(dev < count, "device {dev} is asked for, but the plugin has {count}");
+    ensure!(dev < count, "device {dev} is asked for, but the plugin has {count}; `nccl-rdma devices` tells why");
     let properties = plugin.properties(dev)?;
     let deadline = Instant::now() + job.options.time_limit;
     let options = &job.options;
-    (case.play)(&mut Rank {
-        plugin: &plugin,
-        mail,
-        rank: seat.rank,
-        ranks: seat.ranks,
-        options,
-        dev,
-        properties,
-        deadline,
-    })
+    let mut rank =
+        Rank { plugin: &plugin, mail, rank: seat.rank, ranks: seat.ranks, options, dev, properties, deadline };
+    match (case.play)(&mut rank) {
+        // All ranks come to the same conclusion.
+        Err(error) if error.is::<Skipped>() => rank.mail.report(&Note::Skipped(error.to_string())),
+        played => played,
+    }
+}
+
+/// Why a case can't be played. It is decided before anything has moved.
+#[derive(Debug)]
+struct Skipped(String);
+
+impl fmt::Display for Skipped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Skipped {}
+
+fn skip<T>(why: &str) -> anyhow::Result<T> {
+    Err(Skipped(why.to_owned()).into())
 }
 
 /// What a case has at hand in one process.
@@ -231,10 +246,6 @@ impl Rank<'_> {
         self.deadline.min(Instant::now() + self.options.error_bound)
     }
 
-    fn skip(&mut self, why: &str) -> anyhow::Result<()> {
-        self.mail.report(&Note::Skipped(why.to_owned()))
-    }
-
     fn barrier(&mut self) -> anyhow::Result<()> {
         self.mail.barrier(self.deadline)
     }
@@ -243,6 +254,11 @@ impl Rank<'_> {
     fn max_group(&self) -> usize {
         let plugin = usize::try_from(self.properties.max_recvs).unwrap_or(1);
         self.options.groups.min(plugin).min(MAX_GROUP)
+    }
+
+    /// Memory for what one end of a connection from rank 0 to rank 1 sends or receives.
+    fn buffer(&self, len: usize) -> anyhow::Result<Buffer> {
+        Buffer::at_place(self.options.memory[usize::from(self.rank > 0)], len)
     }
 
     fn rounds(&self, full: usize) -> usize {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 
 use crate::abi::{Buffer, Memory, Place, Plugin, RecvComm, Request, SendComm, SendSize, Slot};
+use crate::values::mix;
 
 /// Free space behind all: a plugin that does not cut a long message is to be caught, not to end the process.
 const OVERRUN: usize = 1 << 20;
@@ -44,12 +45,6 @@ impl Random {
             items.swap(i, self.below(i + 1));
         }
     }
-}
-
-fn mix(x: u64) -> u64 {
-    let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }
 
 fn words(key: u64) -> impl Iterator<Item = [u8; 8]> {
@@ -541,6 +536,8 @@ pub(super) fn exchange(
     manner: Manner,
     deadline: Instant,
 ) -> anyhow::Result<()> {
+    let mut flows = out.iter().map(|(_, flow)| flow).chain(inn.iter().map(|(_, flow)| flow));
+    ensure!(flows.all(|flow| !flow.sends.is_empty()), "nothing to move: that proves nothing");
     let sends = out.iter_mut().map(|(lane, flow)| SendRun::new(plugin, lane, flow, manner));
     let mut sends = sends.collect::<anyhow::Result<Vec<_>>>()?;
     let recvs = inn.iter_mut().map(|(lane, flow)| RecvRun::new(plugin, lane, flow, manner));

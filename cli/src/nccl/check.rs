@@ -9,8 +9,8 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 
 use super::operation::{Operation, Part};
-use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, differing, encode};
-use crate::gpu::{Gpu, Kind, Nccl, Place};
+use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting};
+use crate::gpu::{Communicator, DeviceMemory, Follower, Gpu, Kind, Nccl, Place};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{self, Table};
 
@@ -61,9 +61,9 @@ pub(crate) struct Args {
         _ => Err("on or off"),
     })]
     pxn: Option<bool>,
-    /// NCCL must have fused NICs (NCCL_NET_MERGE_LEVEL), and all data go through what came of it
-    #[arg(long)]
-    fused: bool,
+    /// NCCL must have made one NIC of so many (NCCL_NET_MERGE_LEVEL), and all data go through that
+    #[arg(long, value_name = "NICS", value_parser = clap::value_parser!(u8).range(2..=8))]
+    fused: Option<u8>,
     /// Types of the elements
     #[arg(long = "type", value_enum, value_delimiter = ',', default_value = "float,int32")]
     kinds: Vec<Kind>,
@@ -99,6 +99,8 @@ pub(crate) struct Job {
     register: bool,
     graph: bool,
     behind: usize,
+    /// How long one operation, or all that are timed, may take.
+    patience: Duration,
 }
 
 /// What a rank reports per operation, size and type: seconds and wrong elements, out of place and in place.
@@ -179,7 +181,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
         fs::write(&file, Placement::topology(&bus_ids, &args.near)).with_context(|| file.display().to_string())?;
         Some(file)
     };
-    let placement = Placement { per_host, gpus, topology, pxn: args.pxn, fused: args.fused };
+    let placement = Placement { per_host, gpus, topology, pxn: args.pxn, fused: args.fused.map_or(0, usize::from) };
     let check = Check {
         libraries: &common.libraries(&logs)?,
         logs: &logs,
@@ -197,6 +199,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
             register: args.register,
             graph: args.graph,
             behind: usize::from(args.behind),
+            // So that a rank can tell what hung before it is stopped.
+            patience: PATIENCE.min(Duration::from_secs(args.time_limit) / 2),
         },
     };
     println!("NCCL {version}, {} ranks on GPU {} ({gpu}), network {}", args.ranks, common.device, args.net);
@@ -226,6 +230,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
                 }
                 Err(error) => {
                     println!("FAIL {setting}, protocol {protocol}: {error:#}");
+                    let log_of = |rank: &str| check.log(&setting, protocol, rank);
+                    if let Some(log) = keep_logs(setting.ranks, log_of) {
+                        println!("NCCL's logs of it are kept, the first as {}", log.display());
+                    }
                     failed.push(format!("path {}, protocol {protocol}", path.name()));
                 }
             }
@@ -240,9 +248,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Check<'_> {
+    /// The file of one rank; the next run that differs in other things takes the same.
+    fn log(&self, setting: &Setting, protocol: &str, rank: &str) -> PathBuf {
+        self.logs.join(format!("check-{}-{protocol}-rank{rank}.log", setting.slug()))
+    }
+
     /// One protocol, in fresh processes: NCCL reads its environment once. The number of rows that are right.
     fn play(&self, setting: &Setting, protocol: &str) -> anyhow::Result<usize> {
-        let log_of = |rank: &str| self.logs.join(format!("check-{}-{protocol}-rank{rank}.log", setting.slug()));
+        let log_of = |rank: &str| self.log(setting, protocol, rank);
         super::forget_logs(setting, log_of);
         let mut env = setting.environment(self.libraries, Some(protocol), self.channels, &log_of("{rank}"))?;
         env.extend(self.algo.iter().map(|algo| ("NCCL_ALGO".to_owned(), algo.clone())));
@@ -296,6 +309,15 @@ impl Check<'_> {
     }
 }
 
+/// Gives the logs of a failure names that no later run takes; the first of them.
+fn keep_logs(ranks: usize, log_of: impl Fn(&str) -> PathBuf) -> Option<PathBuf> {
+    let kept = |rank: usize, n: usize| log_of(&rank.to_string()).with_extension(format!("failed-{n}.log"));
+    let n = (1..).find(|&n| (0..ranks).all(|rank| !kept(rank, n).exists()))?;
+    // A rank that never came so far has none.
+    let renamed = (0..ranks).filter(|&rank| fs::rename(log_of(&rank.to_string()), kept(rank, n)).is_ok());
+    renamed.map(|rank| kept(rank, n)).collect::<Vec<_>>().into_iter().next()
+}
+
 #[expect(clippy::cast_precision_loss, reason = "sizes are far below 2^53")]
 fn cells(row: &Row, ranks: usize) -> String {
     let bytes = row.count * row.kind.size();
@@ -318,80 +340,137 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let (rank, ranks) = (seat.rank, seat.ranks);
     let gpu = Gpu::open(job.device + i32::try_from(job.placement.gpu(rank))?)?;
     let nccl = Nccl::load(job.nccl.as_deref())?;
-    let comm = super::join(&nccl, seat, mail, "unique id")?;
     // Where elements are dealt out each rank has at least one, of 8 bytes at most.
     let most = job.sizes.iter().copied().max().unwrap_or(0).max(8 * ranks);
     // The network takes memory that is made as by ncclMemAlloc, whatever the path.
     let alloc = || if job.register { gpu.alloc_mapped(most) } else { gpu.alloc(most) };
-    let (input, output) = (alloc()?, alloc()?);
-    let registered = if job.register { vec![comm.register(&input)?, comm.register(&output)?] } else { Vec::new() };
+    let (inputs, output) = ([alloc()?, alloc()?], alloc()?);
     let followers = (0..job.behind).map(|_| gpu.follower()).collect::<Result<Vec<_>, _>>()?;
-    let mut bytes = vec![0; most];
+    // After an error it goes before the others, which wait for its kernels, for ever if they hang.
+    let comm = super::join(&nccl, seat, mail, "unique id")?;
+    let known = inputs.iter().chain([&output]).filter(|_| job.register);
+    let known = known.map(|memory| comm.register(memory)).collect::<anyhow::Result<Vec<_>>>()?;
+    let stage = Stage { gpu: &gpu, comm: &comm, followers: &followers, job };
+    // No two operations have the same data, but for those that are only timed.
+    let mut rounds = 0..;
+    let mut round = || rounds.next().unwrap_or_default();
     for &operation in &job.operations {
-        for (round, &size) in job.sizes.iter().enumerate() {
+        for &size in &job.sizes {
             for &kind in &job.kinds {
-                let part = Part::new(operation, kind, size / kind.size(), round, rank, ranks);
-                let out_of_place = Some((Place::from(&input), Place::from(&output)));
-                let in_place = part.in_place().map(|(from, to)| {
-                    let place = Place::from(&input);
-                    (place.skip(from * kind.size()), place.skip(to * kind.size()))
-                });
+                let count = size / kind.size();
+                let part = |round| Part::new(operation, kind, count, round, rank, ranks);
                 let mut places = [None; 2];
-                for (at, place) in [out_of_place, in_place].into_iter().enumerate() {
-                    let Some((from, to)) = place else { continue };
-                    let queue = |times: usize| -> anyhow::Result<f64> {
-                        let start = Instant::now();
-                        for _ in 0..times {
-                            part.queue(&comm, &gpu, from, to)?;
-                            followers.iter().try_for_each(|follower| follower.follow(&gpu))?;
-                        }
-                        comm.wait(&gpu, PATIENCE)?;
-                        Ok(start.elapsed().as_secs_f64())
+                for (place, in_place) in places.iter_mut().zip([false, true]) {
+                    let [first, last] = [part(round()), part(round())];
+                    let ground = |input, part| {
+                        if in_place { Ground::shared(input, part) } else { Some(Ground::apart(input, &output)) }
                     };
-                    let mut judge = |part: &Part| -> anyhow::Result<u64> {
-                        let got = &mut bytes[..part.taken() * kind.size()];
-                        gpu.download(got, to)?;
-                        Ok(differing(kind, got, (0..).map(|i| part.takes(i))))
+                    let (Some(once), Some(again)) = (ground(&inputs[0], &first), ground(&inputs[1], &last)) else {
+                        continue;
                     };
-                    gpu.wipe(&output, 0xff)?;
-                    gpu.wipe(&input, 0xff)?;
-                    gpu.upload(from, &given(&part, kind))?;
-                    queue(1)?;
-                    let mut wrong = judge(&part)?;
-                    // One more brings the ranks together before the clock starts.
-                    queue(1)?;
-                    let seconds = queue(job.iters)? / f64::from(u32::try_from(job.iters)?);
-                    if at == 0 {
-                        // Out of place the result stays the same, however often.
-                        wrong += judge(&part)?;
-                    }
-                    if job.graph {
-                        let graph = gpu.capture(|| part.queue(&comm, &gpu, from, to))?;
-                        for replay in 1..=REPLAYS {
-                            // Other data, the same root.
-                            let part =
-                                Part::new(operation, kind, size / kind.size(), round + replay * ranks, rank, ranks);
-                            gpu.wipe(&output, 0xff)?;
-                            gpu.upload(from, &given(&part, kind))?;
-                            gpu.replay(&graph)?;
-                            comm.wait(&gpu, PATIENCE)?;
-                            wrong += judge(&part)?;
-                        }
-                    }
-                    places[at] = Some(Figure { seconds, wrong });
+                    let replays = if job.graph { REPLAYS } else { 0 };
+                    let replays = (0..replays).map(|_| first.renewed(round())).collect::<Vec<_>>();
+                    let figure = stage.play((&first, once), (&last, again), &replays);
+                    let what = || {
+                        let ground = if in_place { "in place" } else { "out of place" };
+                        format!("{} of {size} bytes of {}, {ground}", operation.name(), kind.name())
+                    };
+                    *place = Some(figure.with_context(what)?);
                 }
-                let count = operation.elements(size / kind.size(), ranks);
+                let count = operation.elements(count, ranks);
                 mail.report(&Row { operation, count, kind, places })?;
             }
         }
     }
     mail.barrier(Instant::now() + PATIENCE)?;
-    registered.into_iter().try_for_each(|handle| comm.deregister(handle))?;
+    known.into_iter().try_for_each(|handle| comm.deregister(handle))?;
     comm.destroy()
 }
 
-fn given(part: &Part, kind: Kind) -> Vec<u8> {
-    (0..part.given()).flat_map(|i| encode(kind, part.gives(i)).into_iter().take(kind.size())).collect()
+/// Memory of an operation.
+#[derive(Clone, Copy, Debug)]
+struct Ground<'a> {
+    from: Place<'a>,
+    to: Place<'a>,
+    /// The buffer in which `to` is.
+    taker: &'a DeviceMemory,
+}
+
+impl<'a> Ground<'a> {
+    fn apart(input: &'a DeviceMemory, output: &'a DeviceMemory) -> Self {
+        Self { from: input.into(), to: output.into(), taker: output }
+    }
+
+    /// None: it needs two buffers.
+    fn shared(memory: &'a DeviceMemory, part: &Part) -> Option<Self> {
+        let (whole, (from, to)) = (Place::from(memory), part.in_place()?);
+        Some(Self { from: whole.skip(from), to: whole.skip(to), taker: memory })
+    }
+}
+
+/// What a rank does operations with.
+struct Stage<'a> {
+    gpu: &'a Gpu,
+    comm: &'a Communicator<'a>,
+    followers: &'a [Follower],
+    job: &'a Job,
+}
+
+impl Stage<'_> {
+    /// The first operation is judged and then repeated, in place on whatever is there by then. The last one of those that are
+    /// timed has data of its own and is judged again, and so is each replay of a graph of the first.
+    fn play(
+        &self,
+        (first, once): (&Part, Ground<'_>),
+        (last, again): (&Part, Ground<'_>),
+        replays: &[Part],
+    ) -> anyhow::Result<Figure> {
+        self.prepare(first, once)?;
+        self.queue(first, once)?;
+        self.wait()?;
+        let mut wrong = self.wrong(first, once)?;
+        self.prepare(last, again)?;
+        // One more brings the ranks together before the clock starts.
+        self.queue(first, once)?;
+        self.wait()?;
+        let start = Instant::now();
+        (1..self.job.iters).try_for_each(|_| self.queue(first, once))?;
+        self.queue(last, again)?;
+        self.wait()?;
+        let seconds = start.elapsed().as_secs_f64() / f64::from(u32::try_from(self.job.iters)?);
+        wrong += self.wrong(last, again)?;
+        if !replays.is_empty() {
+            let graph = self.gpu.capture(|| first.queue(self.comm, self.gpu, once.from, once.to))?;
+            for part in replays {
+                self.prepare(part, once)?;
+                self.gpu.replay(&graph)?;
+                self.wait()?;
+                wrong += self.wrong(part, once)?;
+            }
+        }
+        Ok(Figure { seconds, wrong })
+    }
+
+    /// Lays out what the operation takes from, and where it puts something nothing that could be right.
+    fn prepare(&self, part: &Part, ground: Ground<'_>) -> anyhow::Result<()> {
+        self.gpu.wipe(ground.taker, 0xff)?;
+        self.gpu.upload(ground.from, &part.input())
+    }
+
+    fn queue(&self, part: &Part, ground: Ground<'_>) -> anyhow::Result<()> {
+        part.queue(self.comm, self.gpu, ground.from, ground.to)?;
+        self.followers.iter().try_for_each(|follower| follower.follow(self.gpu))
+    }
+
+    fn wait(&self) -> anyhow::Result<()> {
+        self.comm.wait(self.gpu, self.job.patience)
+    }
+
+    fn wrong(&self, part: &Part, ground: Ground<'_>) -> anyhow::Result<u64> {
+        let mut got = vec![0; part.taken_bytes()];
+        self.gpu.download(&mut got, ground.to)?;
+        Ok(part.wrong(&got))
+    }
 }
 
 #[cfg(test)]
@@ -399,17 +478,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn results_are_judged_exactly() {
-        for kind in [Kind::Float, Kind::Int32, Kind::Half, Kind::Int8, Kind::Double] {
-            let part = |rank| Part::new(Operation::AllReduce, kind, 100, 3, rank, 2);
-            let sum = |i| part(0).gives(i) + part(1).gives(i);
-            let mut got: Vec<u8> = (0..100).flat_map(|i| encode(kind, sum(i))[..kind.size()].to_vec()).collect();
-            let wrong = |got: &[u8]| differing(kind, got, (0..).map(|i| part(1).takes(i)));
-            assert_eq!(wrong(&got), 0);
-            got[17 * kind.size()] ^= 1;
-            assert_eq!(wrong(&got), 1);
-        }
-        let part = Part::new(Operation::AllToAll, Kind::Int32, 2, 0, 1, 2);
-        assert_eq!(given(&part, Kind::Int32)[4..], part.gives(1).to_ne_bytes());
+    fn logs_of_a_failure_outlive_the_next_run() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = |rank: &str| folder.path().join(format!("check-RDMA-host-2ranks-LL-rank{rank}.log"));
+        fs::write(log("0"), "first").unwrap();
+        let kept = keep_logs(2, log).unwrap();
+        assert_eq!(fs::read_to_string(&kept).unwrap(), "first");
+        fs::write(log("0"), "second").unwrap();
+        let again = keep_logs(2, log).unwrap();
+        assert_eq!(
+            (fs::read_to_string(kept).unwrap(), fs::read_to_string(again).unwrap()),
+            ("first".into(), "second".into())
+        );
+        assert!(!log("0").exists());
+        assert_eq!(keep_logs(2, log), None, "there was none");
     }
 }

@@ -10,10 +10,11 @@ use anyhow::{Context as _, bail, ensure};
 use comfy_table::presets;
 use serde::{Deserialize, Serialize};
 
-use super::{Common, GpuPath, Libraries, PATIENCE, PERIOD, Placement, Setting, differing, encode, sum, value};
-use crate::gpu::{Gpu, Kind, Nccl};
+use super::{Common, GpuPath, Libraries, PATIENCE, Placement, Setting, encode};
+use crate::gpu::{Gpu, Kind, Nccl, Place};
 use crate::procs::{self, Mailbox, Seat, Spec};
 use crate::table::{self, bandwidths};
+use crate::values::{SLACK, turn, value};
 
 /// The protocol's name that leaves the choice to NCCL.
 const DEFAULT: &str = "default";
@@ -466,13 +467,26 @@ impl Report {
     }
 }
 
+/// Values repeat after this many elements: no more have to be made, however large the buffers.
+const PERIOD: usize = 1_000_003;
+const ELEMENT: usize = 4;
+
+/// Elements that are others than those that must be there.
+fn differing(got: &[u8], must: &[u8]) -> u64 {
+    if got == must {
+        return 0;
+    }
+    let pairs = got.as_chunks::<ELEMENT>().0.iter().zip(must.as_chunks::<ELEMENT>().0);
+    u64::try_from(pairs.filter(|(got, must)| got != must).count()).unwrap_or(u64::MAX)
+}
+
 /// Repeats the elements of one period over the whole slice.
 fn pave(out: &mut [u8], element: impl Fn(usize) -> i32) {
-    let most = (PERIOD * 4).min(out.len());
+    let most = (PERIOD * ELEMENT).min(out.len());
     let (period, _) = out.split_at_mut(most);
-    let (elements, _) = period.as_chunks_mut::<4>();
+    let (elements, _) = period.as_chunks_mut::<ELEMENT>();
     for (i, place) in elements.iter_mut().enumerate() {
-        place.copy_from_slice(&encode(Kind::Float, element(i))[..4]);
+        place.copy_from_slice(&encode(Kind::Float, element(i))[..ELEMENT]);
     }
     let mut done = most;
     while done < out.len() {
@@ -487,11 +501,13 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let gpu = Gpu::open(job.device)?;
     let nccl = Nccl::load(job.nccl.as_deref())?;
     let most = job.sizes.iter().copied().max().unwrap_or(0);
-    let (input, output) = (gpu.alloc(most)?, gpu.alloc(most)?);
-    let (mut expected, mut got) = (vec![0; most], vec![0; most]);
+    let (input, output) = (gpu.alloc(most + SLACK)?, gpu.alloc(most)?);
+    let (mut expected, mut got) = (vec![0; most + SLACK], vec![0; most + SLACK]);
     pave(&mut got, |i| value(seat.rank, i, 0));
     gpu.upload(&input, &got)?;
-    pave(&mut expected, |i| sum(seat.ranks, i, 0));
+    pave(&mut expected, |i| (0..seat.ranks).map(|rank| value(rank, i, 0)).sum());
+    // Operations that have been done.
+    let mut next = 0;
     for (protocol, name) in job.protocols.iter().enumerate() {
         // NCCL reads this one variable whenever a communicator begins.
         if name == DEFAULT {
@@ -503,30 +519,34 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
         }
         let comm = super::join(&nccl, seat, mail, &format!("unique id {protocol}"))?;
         for &bytes in &job.sizes {
-            let reduce = |times: usize| -> anyhow::Result<f64> {
+            let reduce = |first: usize, times: usize| -> anyhow::Result<f64> {
                 let start = Instant::now();
-                (0..times).try_for_each(|_| {
-                    comm.all_reduce(&gpu, (&input).into(), (&output).into(), bytes / 4, Kind::Float)
-                })?;
+                for n in first..first + times {
+                    let from = Place::from(&input).skip(turn(n));
+                    comm.all_reduce(&gpu, from, (&output).into(), bytes / ELEMENT, Kind::Float)?;
+                }
                 comm.wait(&gpu, PATIENCE)?;
                 Ok(start.elapsed().as_secs_f64() / f64::from(u32::try_from(times)?))
             };
-            let mut judge = || -> anyhow::Result<u64> {
-                let (got, expected) = (&mut got[..bytes], &expected[..bytes]);
+            let mut judge = |n: usize| -> anyhow::Result<u64> {
+                let got = &mut got[..bytes];
                 gpu.download(got, &output)?;
-                if got == expected {
-                    return Ok(0);
-                }
-                Ok(differing(Kind::Float, got, (0..).map(|i| Some(sum(seat.ranks, i, 0)))))
+                Ok(differing(got, &expected[turn(n)..][..bytes]))
             };
             gpu.wipe(&output, 0xff)?;
-            reduce(1)?;
-            let mut wrong = judge()?;
+            reduce(next, 1)?;
+            let mut wrong = judge(next)?;
+            gpu.wipe(&output, 0xff)?;
             // One more brings the ranks together before the clock starts.
-            reduce(1)?;
+            reduce(next + 1, 1)?;
+            next += 2;
             let (repetitions, operations) = effort(bytes);
-            let seconds = (0..repetitions).map(|_| reduce(operations)).collect::<anyhow::Result<_>>()?;
-            wrong += judge()?;
+            let mut seconds = Vec::new();
+            for _ in 0..repetitions {
+                seconds.push(reduce(next, operations)?);
+                next += operations;
+            }
+            wrong += judge(next - 1)?;
             mail.report(&Row { protocol, bytes, seconds, wrong })?;
         }
         mail.barrier(Instant::now() + PATIENCE)?;
@@ -538,6 +558,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::values::TURNS;
 
     fn names(names: &[&str]) -> Vec<String> {
         names.iter().map(|&name| name.to_owned()).collect()
@@ -644,6 +665,19 @@ mod tests {
     fn paving_repeats_the_period() {
         let mut out = vec![0; PERIOD * 8 + 40];
         pave(&mut out, |i| value(1, i, 0));
-        assert_eq!(differing(Kind::Float, &out, (0..).map(|i| Some(value(1, i, 0)))), 0);
+        let (elements, rest) = out.as_chunks::<ELEMENT>();
+        let must = |i: usize| encode(Kind::Float, value(1, i % PERIOD, 0));
+        assert!(rest.is_empty() && elements.iter().enumerate().all(|(i, e)| *e == must(i)[..ELEMENT]));
+    }
+
+    #[test]
+    fn the_result_of_another_operation_is_wrong() {
+        let mut sums = vec![0; 4096 + SLACK];
+        pave(&mut sums, |i| value(0, i, 0) + value(1, i, 0));
+        let result = |n: usize| &sums[turn(n)..][..4096];
+        assert_eq!(differing(result(100), result(100)), 0);
+        for before in 1..TURNS {
+            assert!(differing(result(100 - before), result(100)) > 1000, "{before} before");
+        }
     }
 }

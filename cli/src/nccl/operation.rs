@@ -2,7 +2,7 @@
 
 use anyhow::ensure;
 
-use super::value_of;
+use super::{differing, encoded, value_of};
 use crate::gpu::{Communicator, Gpu, Kind, Place};
 
 /// An operation of a communicator.
@@ -28,7 +28,8 @@ pub(crate) struct Part {
     ranks: usize,
     /// Elements for each rank where they are dealt out, else all.
     chunk: usize,
-    /// Varies the data, and the root where there is one.
+    root: usize,
+    /// Varies the data.
     round: usize,
 }
 
@@ -78,15 +79,16 @@ impl Part {
     pub(crate) fn new(operation: Operation, kind: Kind, count: usize, round: usize, rank: usize, ranks: usize) -> Self {
         let all = operation.elements(count, ranks);
         let chunk = if operation.deals() { all / ranks } else { all };
-        Self { operation, kind, rank, ranks, chunk, round }
+        Self { operation, kind, rank, ranks, chunk, root: round % ranks, round }
     }
 
-    fn root(&self) -> usize {
-        self.round % self.ranks
+    /// The same with the data of another round.
+    pub(crate) fn renewed(self, round: usize) -> Self {
+        Self { round, ..self }
     }
 
     /// Elements that this rank gives.
-    pub(crate) fn given(&self) -> usize {
+    fn given(&self) -> usize {
         match self.operation {
             Operation::ReduceScatter | Operation::AllToAll => self.chunk * self.ranks,
             _ => self.chunk,
@@ -94,41 +96,57 @@ impl Part {
     }
 
     /// Elements that this rank takes.
-    pub(crate) fn taken(&self) -> usize {
+    fn taken(&self) -> usize {
         match self.operation {
             Operation::AllGather | Operation::AllToAll => self.chunk * self.ranks,
             _ => self.chunk,
         }
     }
 
-    /// Where in one buffer both lie, in elements: what is given, what is taken. None: it needs two.
+    /// Where in one buffer both lie, in bytes: what is given, what is taken. None: it needs two.
     pub(crate) fn in_place(&self) -> Option<(usize, usize)> {
+        let own = self.rank * self.chunk * self.kind.size();
         match self.operation {
             Operation::AllReduce | Operation::Broadcast | Operation::Reduce => Some((0, 0)),
-            Operation::AllGather => Some((self.rank * self.chunk, 0)),
-            Operation::ReduceScatter => Some((0, self.rank * self.chunk)),
+            Operation::AllGather => Some((own, 0)),
+            Operation::ReduceScatter => Some((0, own)),
             Operation::SendRecv | Operation::AllToAll => None,
         }
     }
 
     /// Element `i` of what this rank gives.
-    pub(crate) fn gives(&self, i: usize) -> i32 {
+    fn gives(&self, i: usize) -> i32 {
         value_of(self.kind, self.rank, i, self.round)
     }
 
     /// Element `i` of what this rank must take; None: what comes is not for it.
-    pub(crate) fn takes(&self, i: usize) -> Option<i32> {
+    fn takes(&self, i: usize) -> Option<i32> {
         let of = |rank, i| value_of(self.kind, rank, i, self.round);
         let summed = |i| (0..self.ranks).map(|rank| of(rank, i)).sum();
         match self.operation {
             Operation::AllReduce => Some(summed(i)),
             Operation::AllGather => Some(of(i / self.chunk, i % self.chunk)),
             Operation::ReduceScatter => Some(summed(self.rank * self.chunk + i)),
-            Operation::Broadcast => Some(of(self.root(), i)),
-            Operation::Reduce => (self.rank == self.root()).then(|| summed(i)),
+            Operation::Broadcast => Some(of(self.root, i)),
+            Operation::Reduce => (self.rank == self.root).then(|| summed(i)),
             Operation::SendRecv => Some(of(self.before(), i)),
             Operation::AllToAll => Some(of(i / self.chunk, self.rank * self.chunk + i % self.chunk)),
         }
+    }
+
+    /// All that this rank gives, as it lies in memory.
+    pub(crate) fn input(&self) -> Vec<u8> {
+        encoded(self.kind, self.given(), |i| self.gives(i))
+    }
+
+    /// Bytes that this rank takes.
+    pub(crate) fn taken_bytes(&self) -> usize {
+        self.taken() * self.kind.size()
+    }
+
+    /// Elements that are others than this rank must take.
+    pub(crate) fn wrong(&self, got: &[u8]) -> u64 {
+        differing(self.kind, got, |i| self.takes(i))
     }
 
     fn before(&self) -> usize {
@@ -143,7 +161,7 @@ impl Part {
         from: Place<'_>,
         to: Place<'_>,
     ) -> anyhow::Result<()> {
-        let (count, root, kind) = (self.chunk, self.root(), self.kind);
+        let (count, root, kind) = (self.chunk, self.root, self.kind);
         ensure!(count > 0, "an operation without elements");
         match self.operation {
             Operation::AllReduce => comm.all_reduce(gpu, from, to, count, kind),
@@ -172,7 +190,8 @@ mod tests {
 
     /// Plays an operation by its definition over what the ranks give.
     fn played(operation: Operation, kind: Kind, count: usize, ranks: usize, round: usize) {
-        let parts: Vec<_> = (0..ranks).map(|rank| Part::new(operation, kind, count, round, rank, ranks)).collect();
+        let part = |rank| Part::new(operation, kind, count, round, rank, ranks).renewed(round + 9);
+        let parts: Vec<_> = (0..ranks).map(part).collect();
         let given: Vec<Vec<i32>> = parts.iter().map(|p| (0..p.given()).map(|i| p.gives(i)).collect()).collect();
         let total: Vec<i32> = (0..given[0].len()).map(|i| given.iter().map(|g| g[i]).sum()).collect();
         for (rank, part) in parts.iter().enumerate() {
@@ -195,9 +214,24 @@ mod tests {
             let larger = part.given().max(part.taken());
             assert_eq!(larger, operation.elements(count, ranks));
             if let Some((from, to)) = part.in_place() {
-                assert!(from + part.given() <= larger && to + part.taken() <= larger);
+                let larger = larger * kind.size();
+                assert!(from + part.input().len() <= larger && to + part.taken_bytes() <= larger);
             }
         }
+    }
+
+    #[test]
+    fn results_are_judged_exactly() {
+        for kind in [Kind::Float, Kind::Int32, Kind::Half, Kind::Int8, Kind::Double] {
+            let part = |rank| Part::new(Operation::AllReduce, kind, 100, 3, rank, 2);
+            let mut got = encoded(kind, 100, |i| part(0).gives(i) + part(1).gives(i));
+            assert_eq!(part(1).wrong(&got), 0);
+            assert!(part(1).renewed(5).wrong(&got) > 50, "another round's result is wrong");
+            got[17 * kind.size()] ^= 1;
+            assert_eq!(part(1).wrong(&got), 1);
+        }
+        let part = Part::new(Operation::AllToAll, Kind::Int32, 2, 0, 1, 2);
+        assert_eq!(part.input()[4..], part.gives(1).to_ne_bytes());
     }
 
     #[test]

@@ -78,13 +78,13 @@ pub(crate) struct Placement {
     pub(crate) topology: Option<PathBuf>,
     /// Whether ranks must send through the GPU of another (PXN); None: as NCCL likes.
     pub(crate) pxn: Option<bool>,
-    /// NCCL must have fused NICs and use what came of it.
-    pub(crate) fused: bool,
+    /// NICs of which NCCL must have made one, and use it; 0: it may do as it likes.
+    pub(crate) fused: usize,
 }
 
 impl Default for Placement {
     fn default() -> Self {
-        Self { per_host: 1, gpus: 1, topology: None, pxn: None, fused: false }
+        Self { per_host: 1, gpus: 1, topology: None, pxn: None, fused: 0 }
     }
 }
 
@@ -115,8 +115,8 @@ impl Placement {
 
     /// Judges the logs of all ranks: whether some send through another's GPU, and receives come in groups then.
     pub(crate) fn proven(&self, logs: &[String]) -> anyhow::Result<()> {
-        if self.fused {
-            logs.iter().try_for_each(|log| uses_fused(log))?;
+        if self.fused > 0 {
+            logs.iter().try_for_each(|log| uses_fused(log, self.fused))?;
         }
         let Some(wanted) = self.pxn else { return Ok(()) };
         let channels = logs.iter().flat_map(|log| log.lines()).filter_map(|line| Some(line.split_once(" via NET/")?.1));
@@ -134,10 +134,14 @@ impl Placement {
     }
 }
 
-/// All channels must go through a device that NCCL fused.
-fn uses_fused(log: &str) -> anyhow::Result<()> {
-    let fused = log.lines().find_map(|line| line.split_once(", fused: ")?.0.rsplit_once("device ").map(|(_, n)| n));
-    let fused = fused.context("no line says 'device N, fused': NCCL has fused nothing")?;
+/// All channels must go through the one device that NCCL fused of so many NICs.
+fn uses_fused(log: &str, nics: usize) -> anyhow::Result<()> {
+    let made = log.lines().find_map(|line| {
+        let (before, after) = line.split_once(", fused: ")?;
+        Some((before.rsplit_once("device ")?.1, after.split(' ').next()?))
+    });
+    let (fused, name) = made.context("no line says 'device N, fused': NCCL has fused nothing")?;
+    ensure!(name.split('+').count() == nics, "NCCL has fused {name}, not {nics} NICs");
     let mut channels = log.lines().filter_map(|line| line.split_once(" via NET/")?.1.split('/').nth(1));
     let other = channels.find(|device| device.split('(').next() != Some(fused));
     other.map_or(Ok(()), |device| bail!("a channel goes through device {device}, not {fused}, which is the fused one"))
@@ -148,8 +152,8 @@ impl fmt::Display for Placement {
         if self.per_host > 1 {
             write!(f, ", {} a host on {} GPU(s)", self.per_host, self.gpus)?;
         }
-        if self.fused {
-            f.write_str(", fused NICs")?;
+        if self.fused > 0 {
+            write!(f, ", {} fused NICs", self.fused)?;
         }
         match self.pxn {
             Some(true) => f.write_str(", PXN"),
@@ -185,8 +189,12 @@ impl fmt::Display for Setting {
     }
 }
 
-/// In the plugin's line about the first GPU memory of a connection.
+/// In the plugin's line about the first GPU memory of a connection: which way it goes.
 const STAGED: &str = ": staging; ";
+const BY_DMABUF: &str = ": GPUDirect by dma-buf; ";
+const BY_ADDRESS: &str = ": GPUDirect by nvidia_peermem; ";
+/// In its line about memory, of any connection, that could not go the way that was chosen.
+const FELL_BACK: (&str, &str) = ("GPU memory goes by ", " instead");
 /// In NCCL's line about a user's buffer that the network knows, and about one that it does not.
 const REGISTERED: &str = " - NET register userbuff";
 const NOT_REGISTERED: &str = " failed to NET register";
@@ -198,10 +206,24 @@ const PEER_MEMORY: [&str; 3] = [
     "/sys/module/nvidia_peermem/version",
 ];
 
+/// Whether NCCL is of this minor version of 2, or newer.
+fn is_from(version: &str, minor: u32) -> bool {
+    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
+    (numbers.next(), numbers.next()) >= (Some(2), Some(minor))
+}
+
 /// From 2.30 on NCCL takes what a NIC can do from the first of its own parts and the plugin that knows one of that name.
 fn decides_itself(version: &str) -> bool {
-    let mut numbers = version.split('.').map(|number| number.parse::<u32>().unwrap_or(0));
-    (numbers.next(), numbers.next()) >= (Some(2), Some(30))
+    is_from(version, 30)
+}
+
+/// Most NICs that NCCL makes one of: from version 12 of the plugin interface 8, from version 9 on 4.
+fn most_fused(version: &str) -> usize {
+    match version {
+        v if is_from(v, 30) => 8,
+        v if is_from(v, 24) => 4,
+        _ => 1,
+    }
 }
 
 impl Setting {
@@ -230,6 +252,9 @@ impl Setting {
                 "NCCL {version} goes by its own IB transport (for RMA) in what a device of this name can do, and that finds no \
                  peer memory driver"
             ));
+        }
+        if self.placement.fused > most_fused(version) {
+            return Some(format!("NCCL {version} makes one NIC of {} at most", most_fused(version)));
         }
         if self.is_builtin() && self.path.is_staged() {
             return Some(format!("only the plugin stages, not NCCL's {} transport", self.net));
@@ -370,12 +395,34 @@ impl Setting {
         if path != GpuPath::Auto {
             ensure!(path == GpuPath::Staging || !staged, "a line says '{STAGED}', but this is path {}", path.name());
         }
+        self.proven_by_plugin(path, all, log)?;
         if self.register {
             let count = |mark: &str| log.lines().filter(|line| line.contains(mark)).count();
             let (done, failed) = (count(REGISTERED), count(NOT_REGISTERED));
             ensure!(done > 0 && failed == 0, "{done} lines say '{REGISTERED}', {failed} say '{NOT_REGISTERED}'");
         }
         Ok(())
+    }
+
+    /// The plugin says of each connection which way its first GPU memory takes, and of any later one that has to go another.
+    fn proven_by_plugin(&self, path: GpuPath, channels: usize, log: &str) -> anyhow::Result<()> {
+        let mark = match path {
+            GpuPath::Dmabuf => BY_DMABUF,
+            GpuPath::Peermem => BY_ADDRESS,
+            GpuPath::Staging => STAGED,
+            GpuPath::Host | GpuPath::Mix | GpuPath::MixHost | GpuPath::Auto => return Ok(()),
+        };
+        if !self.is_net("RDMA") {
+            return Ok(());
+        }
+        let said = log.lines().filter(|line| line.contains(mark)).count();
+        // Ranks of one host may use each other's connections, which the other's log tells of.
+        if self.placement.per_host == 1 {
+            ensure!(said >= channels, "{said} lines say '{mark}', but there are {channels} channels");
+        }
+        let (begin, end) = FELL_BACK;
+        let other = log.lines().find_map(|line| line.split_once(begin).filter(|(_, way)| way.contains(end)));
+        other.map_or(Ok(()), |(_, way)| bail!("the plugin says: {begin}{way}"))
     }
 }
 
@@ -489,6 +536,13 @@ mod tests {
         assert_eq!(Setting { path: GpuPath::Mix, ..register }.impossible("2.28.9"), None);
         let flush = Setting { flush: true, ..setting("RDMA", GpuPath::Host) };
         assert!(flush.impossible("2.28.9").unwrap().contains("no flush"));
+        let fused = |nics| Setting {
+            placement: Placement { fused: nics, ..Placement::default() },
+            ..setting("RDMA", GpuPath::Dmabuf)
+        };
+        assert_eq!((fused(4).impossible("2.28.9"), fused(8).impossible("2.30.7")), (None, None));
+        assert!(fused(8).impossible("2.28.9").unwrap().contains("of 4 at most"));
+        assert!(fused(2).impossible("2.23.4").unwrap().contains("of 1 at most"));
         if !PEER_MEMORY.iter().any(|file| Path::new(file).exists()) {
             assert!(setting("IB", GpuPath::Peermem).impossible("2.28.9").unwrap().contains("nvidia_peermem"));
             assert!(setting("RDMA", GpuPath::Peermem).impossible("2.30.7").unwrap().contains("2.30.7"));
@@ -505,17 +559,41 @@ mod tests {
         format!("gpu:7:9 [0] NCCL INFO Channel 00/0 : 1[0] -> 0[0] [receive] via NET/{via}\n")
     }
 
+    /// As the plugin says it of a connection.
+    fn goes(way: &str) -> String {
+        format!("x NCCL INFO NET/RDMA : GPU 0 (NVIDIA H200) with peer b pid 7: {way}; NCCL_NET_RDMA_GPU_PATH\n")
+    }
+
+    #[test]
+    fn the_plugin_says_of_each_connection_which_way_its_memory_takes() {
+        let channels = |n| START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA").repeat(n);
+        let dmabuf = setting("RDMA", GpuPath::Dmabuf);
+        let log = channels(2) + &goes("GPUDirect by dma-buf").repeat(2);
+        dmabuf.proven(0, &log).unwrap();
+        let error = dmabuf.proven(0, &(log.clone() + &channel("RDMA/0/GDRDMA"))).unwrap_err().to_string();
+        assert!(error.starts_with("2 lines say") && error.ends_with("there are 3 channels"), "{error}");
+        let later = "x NCCL WARN NET/RDMA : mlx5_0:1: GPU memory goes by staging instead: the provider refused\n";
+        let error = dmabuf.proven(0, &(log.clone() + later)).unwrap_err().to_string();
+        assert!(error.contains("goes by staging instead: the provider refused"), "{error}");
+        // What others do is not for the plugin to say, and a rank may use another's connections.
+        let ib = START.replace("RDMA", "IB") + AVAILABLE + &channel("IB/0/GDRDMA");
+        setting("IB", GpuPath::Dmabuf).proven(0, &ib).unwrap();
+        let placement = Placement { per_host: 2, ..Placement::default() };
+        Setting { placement, ..dmabuf }.proven(0, &channels(2)).unwrap();
+    }
+
     #[test]
     fn the_channels_say_which_way_the_data_took() {
         let host = START.to_owned() + &channel("RDMA/0") + &channel("RDMA/0/Shared");
         let direct =
             START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &channel("RDMA/0(1)/GDRDMA(PCI)/Shared");
+        let said = direct.clone() + &goes("GPUDirect by dma-buf").repeat(2);
         let half = host.clone() + AVAILABLE + &channel("RDMA/0/GDRDMA");
         setting("RDMA", GpuPath::Host).proven(0, &host).unwrap();
-        setting("RDMA", GpuPath::Dmabuf).proven(0, &direct).unwrap();
+        setting("RDMA", GpuPath::Dmabuf).proven(0, &said).unwrap();
         setting("RDMA", GpuPath::Auto).proven(0, &half).unwrap();
         let peermem = setting("RDMA", GpuPath::Peermem);
-        peermem.proven(0, &direct.replace(AVAILABLE, "")).unwrap();
+        peermem.proven(0, &(direct.replace(AVAILABLE, "") + &goes("GPUDirect by nvidia_peermem").repeat(2))).unwrap();
         let says = |path, log: &str| setting("RDMA", path).proven(0, log).unwrap_err().to_string();
         assert!(says(GpuPath::Peermem, &direct).contains("DMA-BUF is available"));
         assert!(says(GpuPath::Dmabuf, &direct.replace(AVAILABLE, "")).contains("DMA-BUF is available"));
@@ -530,10 +608,8 @@ mod tests {
 
     #[test]
     fn staging_is_told_from_gpudirect_rank_by_rank() {
-        let staged = START.to_owned()
-            + &channel("RDMA/0/GDRDMA")
-            + "x NCCL INFO NET/RDMA : GPU 0 (NVIDIA H200) with peer b pid 7: staging; NCCL_NET_RDMA_GPU_PATH=staging\n";
-        let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let staged = START.to_owned() + &channel("RDMA/0/GDRDMA") + &goes("staging");
+        let direct = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &goes("GPUDirect by dma-buf");
         let host = START.to_owned() + &channel("RDMA/0");
         setting("RDMA", GpuPath::Staging).proven(1, &staged).unwrap();
         let mix = setting("RDMA", GpuPath::Mix);
@@ -549,7 +625,7 @@ mod tests {
 
     #[test]
     fn registered_buffers_must_be_known_to_the_network() {
-        let log = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA");
+        let log = START.to_owned() + AVAILABLE + &channel("RDMA/0/GDRDMA") + &goes("GPUDirect by dma-buf");
         let registered = "x NCCL INFO rank 0 - NET register userbuff 0x7f (handle 0x7e), buffSize 64\n";
         let failed = "x NCCL INFO rank 0 failed to NET register userbuff 0x7f buffSize 64 GDR flag 1\n";
         let register = Setting { register: true, ..setting("RDMA", GpuPath::Dmabuf) };
@@ -561,8 +637,7 @@ mod tests {
 
     #[test]
     fn hosts_of_several_ranks_have_a_gpu_for_each() {
-        let pairs =
-            Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true), fused: false };
+        let pairs = Placement { per_host: 2, gpus: 2, topology: Some("/near.xml".into()), pxn: Some(true), fused: 0 };
         assert_eq!([0, 1, 2, 3].map(|rank| pairs.gpu(rank)), [0, 1, 0, 1]);
         assert_eq!([0, 1, 2, 3].map(|rank| Placement::default().gpu(rank)), [0; 4]);
         let env = environment(&Setting { placement: pairs, ..setting("RDMA", GpuPath::Dmabuf) }, None).unwrap();
@@ -589,12 +664,18 @@ mod tests {
 
     #[test]
     fn fused_nics_must_be_in_use() {
-        let fused = Placement { fused: true, ..Placement::default() };
-        let made = "x NCCL INFO NET/RDMA : device 2, fused: a+b (800 Gb/s)\n";
+        let fused = Placement { fused: 2, ..Placement::default() };
+        let made = "x NCCL INFO NET/RDMA : device 2, fused: a+b (800 Gb/s); a:1 InfiniBand MTU 4096\n";
         fused.proven(&[made.to_owned() + &channel("RDMA/2/GDRDMA") + &channel("RDMA/2(1)")]).unwrap();
         let other = fused.proven(&[made.to_owned() + &channel("RDMA/0/GDRDMA")]).unwrap_err().to_string();
         assert!(other.contains("device 0, not 2"), "{other}");
         assert!(fused.proven(&[channel("RDMA/0")]).unwrap_err().to_string().contains("fused nothing"));
+        let more = Placement { fused: 4, ..Placement::default() };
+        let half = more.proven(&[made.to_owned() + &channel("RDMA/2/GDRDMA")]).unwrap_err().to_string();
+        assert!(half.contains("a+b, not 4 NICs"), "{half}");
+        let eight = Placement { fused: 8, ..Placement::default() };
+        let made = made.replace("a+b", "a+b+c+d+e+f+g+h").replace("device 2", "device 8");
+        eight.proven(&[made + &channel("RDMA/8/GDRDMA")]).unwrap();
     }
 
     #[test]
@@ -604,6 +685,13 @@ mod tests {
         assert!(gpu < nic && nic < text.find("0000:00:07.0").unwrap(), "{text}");
         assert_eq!((text.matches("0x060400").count(), text.matches("<nic>").count()), (2, 2));
         assert!(text.contains("ffff:00:01.0") && text.contains("ffff:00:02.0"));
+        let nics: Vec<_> = (0..8).map(|i| format!("soft_gpu{i}")).collect();
+        let text = Placement::topology(&["0000:00:06.0".into()], &[nics.join("+")]);
+        for (i, nic) in nics.iter().enumerate() {
+            let place = format!("busid=\"ffff:00:{:02x}.0\"", i + 1);
+            let name = format!("name=\"{nic}\"");
+            assert_eq!((text.matches(&place).count(), text.matches(&name).count()), (1, 1), "{text}");
+        }
     }
 
     #[test]
