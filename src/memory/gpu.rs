@@ -12,15 +12,20 @@
 //! For the same reason only memory of `cuMemCreate` is staged, as NCCL's is by default: the driver carries out a copy of
 //! `cuMemAlloc` memory in the context that it belongs to, 2 ms late while a kernel runs, and then blocked as above.
 //!
-//! A copy engine may tear lines of 128 bytes into halves: for those that have flags see `transfer::staging`.
+//! Nobody promises that a copy engine writes lines of 128 bytes whole: for those that have flags see `transfer::staging`.
 //!
-//! Calls wait for copies only, and for none of the program's kernels; those of the data path wait for nothing. All are made
-//! with the thread's stream capture mode relaxed, so that none spoils a graph that another thread captures.
+//! Calls wait for copies only, and for none of the program's kernels; those of the data path wait for nothing: a stream takes
+//! about 1024 operations, above which the driver blocks, so what is in one is counted and kept well below. All are made with the
+//! thread's stream capture mode relaxed, so that none spoils a graph that another thread captures.
+//!
+//! A GPU that hangs holds up whoever waits for it, so each wait has an end. What may still be copied then is never reused: its
+//! pages stay pinned. A *context* that has failed is another case: the driver carries out nothing of it any more.
 
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self as cu, CUresult};
@@ -41,18 +46,66 @@ const CALLS: &[&str] = &[
 
 /// Copies take microseconds; a GPU that takes longer than this for them hangs. Tests that wait in vain don't wait as long.
 pub(crate) const PATIENCE: Duration = if cfg!(test) { Duration::from_millis(500) } else { Duration::from_secs(10) };
-/// What is waited for one that has hung before.
+/// What is waited once more where that was in vain.
 const SHORT_PATIENCE: Duration = Duration::from_millis(100);
 
-fn check(call: &str, result: CUresult) -> Result<(), String> {
-    if result == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(format!("{call}: {result:?}")) }
+/// Operations of ours in a stream above which no copy is started. Those that start at once may go a little beyond.
+const MOST: u32 = 256;
+/// The stream tells how far it is behind so many.
+const STEP: u32 = 32;
+/// Waits for a stream that may be in it at once.
+const MOST_FENCES: u32 = 64;
+
+/// What the driver refused, or did not do in time.
+#[derive(Debug, Clone)]
+pub struct CudaError {
+    result: CUresult,
+    text: String,
 }
 
-/// An end of the process takes the contexts along: not a failure, and no one is to be told of it.
-fn unless_over(result: Result<(), String>) -> Result<(), String> {
-    let over =
-        |why: &String| why.contains("CUDA_ERROR_DEINITIALIZED") || why.contains("CUDA_ERROR_CONTEXT_IS_DESTROYED");
-    if result.as_ref().is_err_and(over) { Ok(()) } else { result }
+impl CudaError {
+    fn late(text: String) -> Self {
+        Self { result: CUresult::CUDA_ERROR_NOT_READY, text }
+    }
+
+    /// Not done in time: what was started may still be carried out. Else the context has failed, and nothing of it is.
+    pub fn is_late(&self) -> bool {
+        self.result == CUresult::CUDA_ERROR_NOT_READY
+    }
+
+    /// The same may go well later.
+    fn may_pass(&self) -> bool {
+        self.is_late() || self.result == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+    }
+
+    fn on(self, whom: &str) -> Self {
+        Self { text: format!("{} on {whom}", self.text), ..self }
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl From<CudaError> for String {
+    fn from(error: CudaError) -> Self {
+        error.text
+    }
+}
+
+fn check(call: &str, result: CUresult) -> Result<(), CudaError> {
+    if result == CUresult::CUDA_SUCCESS {
+        Ok(())
+    } else {
+        Err(CudaError { result, text: format!("{call}: {result:?}") })
+    }
+}
+
+/// The driver's own end, as the process ends, takes the contexts along: not a failure, and no one is to be told of it.
+fn unless_over(result: Result<(), CudaError>) -> Result<(), CudaError> {
+    result.or_else(|error| if error.result == CUresult::CUDA_ERROR_DEINITIALIZED { Ok(()) } else { Err(error) })
 }
 
 /// Whether there is a driver that can; or why not.
@@ -79,7 +132,7 @@ pub fn available() -> Result<(), String> {
                 CUresult::CUDA_ERROR_STUB_LIBRARY => format!(
                     "{why}: libcuda.so is the CUDA toolkit's stub, not the driver; remove .../stubs from LD_LIBRARY_PATH"
                 ),
-                _ => why,
+                _ => why.text,
             })
         })
         .clone()
@@ -90,7 +143,7 @@ pub fn available() -> Result<(), String> {
 struct Relaxed(cu::CUstreamCaptureMode);
 
 impl Relaxed {
-    fn enter() -> Result<Self, String> {
+    fn enter() -> Result<Self, CudaError> {
         let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: one mode to read and write.
         let result = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
@@ -112,7 +165,7 @@ struct Entered {
 }
 
 impl Entered {
-    fn enter(context: cu::CUcontext) -> Result<Self, String> {
+    fn enter(context: cu::CUcontext) -> Result<Self, CudaError> {
         let relaxed = Relaxed::enter()?;
         // SAFETY: a context of ours, alive.
         check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(context) })?;
@@ -129,7 +182,7 @@ impl Drop for Entered {
 }
 
 /// The ordinal of the GPU that holds this memory.
-fn ordinal(address: u64) -> Result<c_int, String> {
+fn ordinal(address: u64) -> Result<c_int, CudaError> {
     let mut ordinal: c_int = 0;
     let of = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     // SAFETY: one int to write, as this attribute has.
@@ -161,8 +214,8 @@ fn bus_id_of(device: cu::CUdevice) -> Option<String> {
     Some(String::from_utf8_lossy(&text[..end]).into_owned())
 }
 
-/// Whether memory of the GPU at this bus id can be staged; or why not.
-pub fn available_at(bus_id: &str) -> Result<(), String> {
+/// The GPU at this bus id.
+fn device_at(bus_id: &str) -> Result<cu::CUdevice, String> {
     available()?;
     let mut count = 0;
     // SAFETY: one int to write.
@@ -173,17 +226,31 @@ pub fn available_at(bus_id: &str) -> Result<(), String> {
         check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) }).ok()?;
         bus_id_of(device).filter(|bus| bus.eq_ignore_ascii_case(bus_id)).map(|_| device)
     };
-    let Some(device) = (0..count).find_map(at) else {
-        return Err("CUDA does not show it to this process (CUDA_VISIBLE_DEVICES)".to_owned());
-    };
-    let mut can = 0;
-    let of = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
-    // SAFETY: one int to write.
-    check("cuDeviceGetAttribute", unsafe { cu::cuDeviceGetAttribute(&raw mut can, of, device) })?;
-    if can == 0 { Err("it has no memory of cuMemCreate".to_owned()) } else { Ok(()) }
+    (0..count).find_map(at).ok_or_else(|| "CUDA does not show it to this process (CUDA_VISIBLE_DEVICES)".to_owned())
 }
 
-fn name(ordinal: c_int) -> Result<String, String> {
+fn attribute(device: cu::CUdevice, which: cu::CUdevice_attribute) -> Result<c_int, CudaError> {
+    let mut value = 0;
+    // SAFETY: one int to write.
+    check("cuDeviceGetAttribute", unsafe { cu::cuDeviceGetAttribute(&raw mut value, which, device) }).map(|()| value)
+}
+
+/// Whether memory of the GPU at this bus id can be staged; or why not.
+pub fn available_at(bus_id: &str) -> Result<(), String> {
+    let of = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED;
+    match attribute(device_at(bus_id)?, of)? {
+        0 => Err("it has no memory of cuMemCreate".to_owned()),
+        _ => Ok(()),
+    }
+}
+
+/// Whether the driver exports memory of the GPU at this bus id as dma-bufs; None: it can't be asked.
+pub fn exports_dmabuf(bus_id: &str) -> Option<bool> {
+    let of = cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED;
+    attribute(device_at(bus_id).ok()?, of).ok().map(|has| has != 0)
+}
+
+fn name(ordinal: c_int) -> Result<String, CudaError> {
     let mut device = 0;
     // SAFETY: one device to write.
     check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) })?;
@@ -214,23 +281,60 @@ pub enum Direction {
     ToGpu,
 }
 
+const BOTH: [Direction; 2] = [Direction::FromGpu, Direction::ToGpu];
+
 /// Our context on one GPU, shared by all connections of the process.
 #[derive(Debug)]
 pub struct Stager {
     ordinal: c_int,
     name: String,
     context: cu::CUcontext,
-    /// From the GPU, and to it.
-    streams: [cu::CUstream; 2],
+    ways: [Way; 2],
     words: Mutex<Words>,
-    /// By direction: the last wait for copies was in vain, and nobody needs to wait as long for the next.
-    hangs: [AtomicBool; 2],
+    /// A call that starts copies does not return; the driver may hold its locks.
+    stuck: AtomicBool,
+    /// Once it is known there: its end is awaited by whoever wants the next.
+    place: Option<Arc<Mutex<Place>>>,
 }
 
 // SAFETY: CUDA's handles may be used from any thread, at once too.
 unsafe impl Send for Stager {}
 // SAFETY: as above.
 unsafe impl Sync for Stager {}
+
+/// The stream of one direction.
+#[derive(Debug)]
+struct Way {
+    stream: cu::CUstream,
+    /// Operations so far.
+    started: AtomicU32,
+    /// The stream writes that number here behind every [`STEP`], into one place after the other: copies are started by several
+    /// threads, and one that is late with its number spoils none of another.
+    done: Word,
+    /// Waits so far.
+    fences: Mutex<u32>,
+    /// The last wait that is over.
+    fenced: Word,
+    /// A wait was in vain.
+    hangs: AtomicBool,
+}
+
+impl Way {
+    fn new(stream: cu::CUstream, done: Word, fenced: Word) -> Self {
+        Self { stream, started: AtomicU32::new(0), done, fences: Mutex::new(0), fenced, hangs: AtomicBool::new(false) }
+    }
+
+    /// Operations that are in the stream, to within a [`STEP`].
+    fn under_way(&self) -> u32 {
+        let started = self.started.load(Ordering::Relaxed);
+        let since = |place| started.wrapping_sub(self.done.at(place).load(Ordering::Relaxed));
+        (0..Word::PLACES).map(since).min().unwrap_or(0)
+    }
+
+    fn hangs(&self) -> bool {
+        self.hangs.load(Ordering::Relaxed)
+    }
+}
 
 /// Pinned words for marks, a line each, so that no connection has to pin its own.
 #[derive(Debug, Default)]
@@ -255,17 +359,68 @@ unsafe impl Send for Word {}
 unsafe impl Sync for Word {}
 
 impl Word {
-    /// What the copies tell, and the waits for them.
-    const MARK: usize = 0;
-    const FENCE: usize = 8;
+    const PLACES: usize = LINE / 4;
 
     #[inline]
-    fn at(&self, offset: usize) -> &AtomicU32 {
+    fn at(&self, place: usize) -> &AtomicU32 {
         // SAFETY: inside its line.
-        let p = unsafe { self.host.as_ptr().add(offset) };
+        let p = unsafe { self.host.as_ptr().add(place % Self::PLACES * 4) };
         // SAFETY: aligned, alive as long as its stager, and only reached as an atomic.
         unsafe { AtomicU32::from_ptr(p.cast()) }
     }
+
+    fn gpu(&self, place: usize) -> u64 {
+        self.gpu + (place % Self::PLACES * 4) as u64
+    }
+}
+
+impl Words {
+    /// With the context current.
+    fn take(&mut self) -> Result<Word, CudaError> {
+        if self.free.is_empty() {
+            let none =
+                |e| CudaError { result: CUresult::CUDA_ERROR_OUT_OF_MEMORY, text: format!("memory for marks: {e}") };
+            let pages = Pages::map(LINE).map_err(none)?;
+            pin(&pages)?;
+            let (base, len) = (pages.base(), pages.len());
+            self.pages.push(pages);
+            let mut gpu = 0;
+            // SAFETY: one address to write; pinned above.
+            let result = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut gpu, base.as_ptr().cast(), 0) };
+            check("cuMemHostGetDevicePointer", result)?;
+            for offset in (0..len).step_by(LINE) {
+                // SAFETY: inside the pages.
+                let host = unsafe { base.add(offset) };
+                self.free.push(Word { host, gpu: gpu + offset as u64 });
+            }
+        }
+        let none = || CudaError::late("no memory for marks".to_owned());
+        let word = self.free.pop().ok_or_else(none)?;
+        (0..Word::PLACES).for_each(|place| word.at(place).store(0, Ordering::Release));
+        Ok(word)
+    }
+}
+
+/// Pins pages of ours for the current context.
+fn pin(pages: &Pages) -> Result<(), CudaError> {
+    pages.keep_from_children();
+    // For our context alone.
+    let flags = cu::CU_MEMHOSTREGISTER_DEVICEMAP;
+    // SAFETY: whole pages of ours.
+    let result = unsafe { cu::cuMemHostRegister_v2(pages.base().as_ptr().cast(), pages.len(), flags) };
+    check("cuMemHostRegister", result)
+}
+
+/// Has the stream write `value` behind all that is in it; with its context current.
+fn mark(stream: cu::CUstream, address: u64, value: u32) -> Result<(), CudaError> {
+    // Its default is a barrier before the write: what was copied is there when the word is.
+    // SAFETY: a pinned word of ours.
+    check("cuStreamWriteValue32", unsafe { cu::cuStreamWriteValue32_v2(stream, address, value, 0) })
+}
+
+/// Numbers are on a circle.
+fn is_reached(number: u32, reached: u32) -> bool {
+    reached.wrapping_sub(number) <= u32::MAX / 2
 }
 
 /// What is known of a GPU.
@@ -273,7 +428,7 @@ impl Word {
 struct Place {
     /// While it is in use.
     stager: Weak<Stager>,
-    /// Why there is none: NCCL asks again with each buffer and connection, and the answer is dear.
+    /// Why there is none and won't be: NCCL asks again with each buffer and connection, and the answer is dear.
     refused: Option<String>,
 }
 
@@ -305,27 +460,66 @@ impl Stager {
                     .to_owned(),
             );
         }
-        // Who wants another GPU does not wait for this one.
-        let place = place(ordinal);
-        let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who wants another GPU does not wait for this one; who wants this one waits for the end of the last stager, too. That
+        // takes the same lock, so none may end here while it is held.
+        let own = place(ordinal);
+        let known;
+        let mut place = own.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(why) = &place.refused {
             return Err(why.clone());
         }
-        if let Some(stager) = place.stager.upgrade() {
-            return if stager.hangs() { Err(format!("copies on {} hang", stager.describe())) } else { Ok(stager) };
+        known = place.stager.upgrade();
+        if let Some(stager) = &known {
+            match stager.is_well() {
+                Ok(()) => return Ok(Arc::clone(stager)),
+                Err(why) if why.is_late() => return Err(format!("copies on {} hang", stager.describe())),
+                // Its context has failed: whoever has it is told by its copies.
+                Err(_) => place.stager = Weak::new(),
+            }
         }
-        let stager = Self::open(ordinal).inspect_err(|why| place.refused = Some(why.clone()))?;
+        let lasting = |why: CudaError, place: &mut Place| {
+            if !why.may_pass() {
+                place.refused = Some(why.text.clone());
+            }
+            why.text
+        };
+        let mut stager = Self::open(ordinal).map_err(|why| lasting(why, &mut place))?;
+        // A first mark on each stream: does this GPU write them?
+        let tried = BOTH.into_iter().try_for_each(|way| stager.fence(way, PATIENCE));
+        if let Err(why) = tried {
+            if why.is_late() {
+                // Kept, or the next to ask would wait as long for another one.
+                let stager = Arc::new(stager);
+                place.stager = Arc::downgrade(&stager);
+                std::mem::forget(stager);
+            }
+            return Err(lasting(why, &mut place));
+        }
+        stager.place = Some(Arc::clone(&own));
         let stager = Arc::new(stager);
         place.stager = Arc::downgrade(&stager);
         Ok(stager)
     }
 
-    fn hangs(&self) -> bool {
-        self.hangs.iter().any(|way| way.load(Ordering::Relaxed))
+    /// Whether copies are carried out, as far as can be seen; late if they were not and still aren't.
+    fn is_well(&self) -> Result<(), CudaError> {
+        self.is_not_stuck()?;
+        BOTH.into_iter().try_for_each(|way| self.query(way))?;
+        BOTH.into_iter().filter(|way| self.way(*way).hangs()).try_for_each(|way| self.fence(way, SHORT_PATIENCE))
+    }
+
+    fn is_not_stuck(&self) -> Result<(), CudaError> {
+        if self.stuck.load(Ordering::Acquire) {
+            return Err(CudaError::late(format!(
+                "the driver does not return from starting a copy on {}",
+                self.describe()
+            )));
+        }
+        Ok(())
     }
 
     /// With the capture mode relaxed.
-    fn open(ordinal: c_int) -> Result<Self, String> {
+    fn open(ordinal: c_int) -> Result<Self, CudaError> {
         let mut device = 0;
         // SAFETY: one device to write.
         check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, ordinal) })?;
@@ -333,35 +527,31 @@ impl Stager {
         let mut context = ptr::null_mut();
         // SAFETY: one context to write; it is current from here on.
         let result = unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, device) };
-        check("cuCtxCreate", result).map_err(|why| match result {
-            CUresult::CUDA_ERROR_OUT_OF_MEMORY => format!(
-                "{why}: a context for copies takes 265 MiB of the memory of GPU {ordinal} ({name}); lower the fraction that the \
-                 framework takes, or NCCL_NET_RDMA_GPU_PATH=host"
-            ),
-            _ => format!("{why} on GPU {ordinal} ({name})"),
+        check("cuCtxCreate", result).map_err(|why| {
+            let why = why.on(&format!("GPU {ordinal} ({name})"));
+            let help = match result {
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                    ": a context for copies takes 265 MiB of its memory; lower the fraction that the framework takes, or \
+                     NCCL_NET_RDMA_GPU_PATH=host"
+                }
+                _ => "",
+            };
+            CudaError { text: format!("{why}{help}"), ..why }
         })?;
-        let mut stager = Self {
-            ordinal,
-            name,
-            context,
-            streams: [ptr::null_mut(); 2],
-            words: Mutex::default(),
-            hangs: Default::default(),
-        };
-        let ready = stager.prepare();
+        let mut words = Words::default();
+        let ways = Self::prepare(&mut words);
+        let mut popped = ptr::null_mut();
         // SAFETY: pops the context that was just made.
-        unsafe { cu::cuCtxPopCurrent_v2(&raw mut context) };
-        ready?;
-        // A first mark on each stream: does this GPU write them?
-        let word = stager.take_word()?;
-        stager.fence(Direction::FromGpu, word, 1)?;
-        stager.fence(Direction::ToGpu, word, 2)?;
-        stager.give_back(word);
-        Ok(stager)
+        unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) };
+        let ways = ways.inspect_err(|_| {
+            // SAFETY: ours, and nobody else knows it; it has copied nothing.
+            unsafe { cu::cuCtxDestroy_v2(context) };
+        })?;
+        Ok(Self { ordinal, name, context, ways, words: Mutex::new(words), stuck: AtomicBool::new(false), place: None })
     }
 
     /// With the context current.
-    fn prepare(&mut self) -> Result<(), String> {
+    fn prepare(words: &mut Words) -> Result<[Way; 2], CudaError> {
         // Memory is what it costs: no kernel runs here, so none needs a stack. A driver that knows better may refuse.
         // SAFETY: a limit and its value.
         unsafe { cu::cuCtxSetLimit(cu::CUlimit::CU_LIMIT_STACK_SIZE, 16) };
@@ -370,12 +560,14 @@ impl Stager {
         let result = unsafe { cu::cuCtxGetStreamPriorityRange(&raw mut least, &raw mut greatest) };
         check("cuCtxGetStreamPriorityRange", result)?;
         let flags = cu::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
-        for stream in &mut self.streams {
+        let mut way = || {
+            let mut stream = ptr::null_mut();
             // SAFETY: one stream to write.
-            let result = unsafe { cu::cuStreamCreateWithPriority(stream, flags, greatest) };
+            let result = unsafe { cu::cuStreamCreateWithPriority(&raw mut stream, flags, greatest) };
             check("cuStreamCreateWithPriority", result)?;
-        }
-        Ok(())
+            Ok(Way::new(stream, words.take()?, words.take()?))
+        };
+        Ok([way()?, way()?])
     }
 
     /// For people.
@@ -383,101 +575,131 @@ impl Stager {
         format!("GPU {} ({})", self.ordinal, self.name)
     }
 
-    fn stream(&self, direction: Direction) -> cu::CUstream {
-        self.streams[usize::from(direction == Direction::ToGpu)]
+    fn way(&self, direction: Direction) -> &Way {
+        &self.ways[usize::from(direction == Direction::ToGpu)]
     }
 
     /// Pins pages of ours; they stay until [`Self::unpin`].
     pub(super) fn pin(&self, pages: &Pages) -> Result<(), String> {
         let _entered = Entered::enter(self.context)?;
-        let at = pages.base().as_ptr().cast();
-        // For our context alone.
-        let flags = cu::CU_MEMHOSTREGISTER_DEVICEMAP;
-        pages.keep_from_children();
-        // SAFETY: whole pages of ours.
-        let result = unsafe { cu::cuMemHostRegister_v2(at, pages.len(), flags) };
-        check("cuMemHostRegister", result)
+        Ok(pin(pages)?)
     }
 
-    pub(super) fn unpin(&self, pages: &Pages) {
-        // An error has no one to be told to: the driver is on its way out.
+    /// Gives up pages that are not copied to or from any more. The driver may wait for all of the context when it lets go of
+    /// them: where that hangs they stay, and so does the stager.
+    pub(super) fn unpin(self: &Arc<Self>, pages: Pages) {
+        let ends = |&way: &Direction| {
+            let patience = if self.way(way).hangs() { SHORT_PATIENCE } else { PATIENCE };
+            self.fence(way, patience).is_err_and(|why| why.is_late())
+        };
+        if BOTH.iter().any(ends) {
+            std::mem::forget((pages, Arc::clone(self)));
+            return;
+        }
+        self.let_go(&pages);
+    }
+
+    fn let_go(&self, pages: &Pages) {
+        // An error has no one to be told to: the driver is on its way out, or the context has failed.
         let Ok(_entered) = Entered::enter(self.context) else { return };
         // SAFETY: pinned by us, and nothing copies there any more.
         unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) };
     }
 
-    fn take_word(&self) -> Result<Word, String> {
-        let mut words = self.words.lock().unwrap_or_else(PoisonError::into_inner);
-        if words.free.is_empty() {
-            let pages = Pages::map(LINE).map_err(|e| format!("memory for marks: {e}"))?;
-            self.pin(&pages)?;
-            let (base, len) = (pages.base(), pages.len());
-            words.pages.push(pages);
-            let mut gpu = 0;
-            {
-                let _entered = Entered::enter(self.context)?;
-                // SAFETY: one address to write; pinned above.
-                let result = unsafe { cu::cuMemHostGetDevicePointer_v2(&raw mut gpu, base.as_ptr().cast(), 0) };
-                check("cuMemHostGetDevicePointer", result)?;
-            }
-            for offset in (0..len).step_by(LINE) {
-                // SAFETY: inside the pages.
-                let host = unsafe { base.add(offset) };
-                words.free.push(Word { host, gpu: gpu + offset as u64 });
-            }
-        }
-        let word = words.free.pop().ok_or("no memory for marks")?;
-        word.at(Word::MARK).store(0, Ordering::Release);
-        word.at(Word::FENCE).store(0, Ordering::Release);
-        Ok(word)
+    fn words(&self) -> MutexGuard<'_, Words> {
+        self.words.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_word(&self) -> Result<Word, CudaError> {
+        let _entered = Entered::enter(self.context)?;
+        self.words().take()
     }
 
     fn give_back(&self, word: Word) {
-        self.words.lock().unwrap_or_else(PoisonError::into_inner).free.push(word);
+        self.words().free.push(word);
     }
 
-    /// Has the stream write `value` behind all that is in it.
-    fn mark(&self, direction: Direction, address: u64, value: u32) -> Result<(), String> {
-        // Its default is a barrier before the write: what was copied is there when the word is.
-        // SAFETY: a pinned word of ours.
-        let result = unsafe { cu::cuStreamWriteValue32_v2(self.stream(direction), address, value, 0) };
-        check("cuStreamWriteValue32", result)
-    }
-
-    /// Waits until all that is in the stream now is done.
-    fn fence(&self, direction: Direction, word: Word, value: u32) -> Result<(), String> {
-        {
-            let _entered = Entered::enter(self.context)?;
-            self.mark(direction, word.gpu + Word::FENCE as u64, value)?;
+    /// An error of the context, after which nothing of it is carried out.
+    fn query(&self, direction: Direction) -> Result<(), CudaError> {
+        let _entered = Entered::enter(self.context)?;
+        // SAFETY: a stream of ours.
+        match unsafe { cu::cuStreamQuery(self.way(direction).stream) } {
+            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
+            result => check("cuStreamQuery", result),
         }
-        let hangs = &self.hangs[usize::from(direction == Direction::ToGpu)];
-        let patience = if hangs.load(Ordering::Relaxed) { SHORT_PATIENCE } else { PATIENCE };
-        let done = || word.at(Word::FENCE).load(Ordering::Acquire) == value;
+    }
+
+    /// Puts a wait into the stream; None: there are as many in it as may be.
+    fn put_fence(&self, way: &Way) -> Result<Option<u32>, CudaError> {
+        let mut fences = way.fences.lock().unwrap_or_else(PoisonError::into_inner);
+        if fences.wrapping_sub(way.fenced.at(0).load(Ordering::Acquire)) >= MOST_FENCES {
+            return Ok(None);
+        }
+        let _entered = Entered::enter(self.context)?;
+        let number = fences.wrapping_add(1);
+        mark(way.stream, way.fenced.gpu(0), number)?;
+        *fences = number;
+        Ok(Some(number))
+    }
+
+    /// Waits until all that is in the stream now is done, but no longer than that.
+    fn fence(&self, direction: Direction, patience: Duration) -> Result<(), CudaError> {
+        let way = self.way(direction);
+        let mut number = None;
+        let mut done = || {
+            if number.is_none() {
+                self.is_not_stuck()?;
+                number = self.put_fence(way)?;
+            }
+            Ok(number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))))
+        };
         let begin = Instant::now();
-        while !done() {
-            // This thread may be what was late: the word is looked at once more.
-            if begin.elapsed() > patience && !done() {
-                hangs.store(true, Ordering::Relaxed);
-                let way = if direction == Direction::ToGpu { "to" } else { "from" };
-                return Err(format!("copies {way} {} do not end; waited for {patience:?}", self.describe()));
+        let waited = loop {
+            match done() {
+                Ok(true) => break Ok(()),
+                Ok(false) => {}
+                Err(error) => break unless_over(Err(error)),
+            }
+            // This thread may be what was late: it looks once more.
+            if begin.elapsed() > patience && matches!(done(), Ok(false)) {
+                let to = if direction == Direction::ToGpu { "to" } else { "from" };
+                let text = format!("copies {to} {} do not end; waited for {patience:?}", self.describe());
+                break self.query(direction).and_then(|()| Err(CudaError::late(text)));
             }
             std::thread::yield_now();
+        };
+        way.hangs.store(waited.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
+        waited
+    }
+
+    /// Keeps GPU memory that a copy may still touch, whoever frees it, from becoming someone else's. Its addresses are its
+    /// owner's: where nothing is mapped there any more a copy fails, and with it our context alone; where other memory is,
+    /// nothing helps.
+    pub(super) fn keep(&self, address: u64, length: usize) {
+        // The smallest that an allocation of cuMemCreate may be; each call keeps the whole that it finds.
+        const GRANULE: usize = 2 << 20;
+        let Ok(_relaxed) = Relaxed::enter() else { return };
+        let mut handle = 0;
+        for at in (0..length).step_by(GRANULE).chain(length.checked_sub(1)) {
+            let at = usize::try_from(address).unwrap_or(0).wrapping_add(at);
+            // SAFETY: one handle to write; the driver checks the address.
+            unsafe { cu::cuMemRetainAllocationHandle(&raw mut handle, ptr::with_exposed_provenance_mut(at)) };
         }
-        hangs.store(false, Ordering::Relaxed);
-        Ok(())
     }
 }
 
 impl Drop for Stager {
     fn drop(&mut self) {
-        let words = self.words.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let pages = std::mem::take(&mut words.pages);
-        if self.hangs.iter().any(|way| way.load(Ordering::Relaxed)) {
+        let place = self.place.take();
+        // Who wants the next waits: there is memory for one.
+        let _ended = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
+        let pages = std::mem::take(&mut self.words().pages);
+        if self.stuck.load(Ordering::Acquire) || self.ways.iter().any(Way::hangs) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
             std::mem::forget(pages);
             return;
         }
-        pages.iter().for_each(|pages| self.unpin(pages));
+        pages.iter().for_each(|pages| self.let_go(pages));
         // After the driver's own end this is refused, and nothing is left of the context.
         let Ok(_relaxed) = Relaxed::enter() else { return };
         // SAFETY: ours, and everything that used it held this stager.
@@ -491,11 +713,48 @@ pub struct Lane {
     stager: Arc<Stager>,
     direction: Direction,
     word: Word,
-    /// Nothing is started any more. Held while copies are started: whoever closes knows that none comes after. Nobody else takes
-    /// it, and the driver takes locks of its own for each copy.
-    closed: Mutex<bool>,
-    /// Waits so far.
-    fences: Mutex<u32>,
+    starts: Starts,
+    /// The last mark that was put into the stream.
+    marked: AtomicU32,
+    /// Copies are behind it.
+    loose: AtomicBool,
+    /// A wait for its copies was in vain: they have had their time.
+    given_up: AtomicBool,
+}
+
+/// The calls that start copies. No lock: whoever closes a lane has to know that nothing is started after, but can't wait for a
+/// driver that does not return.
+#[derive(Debug, Clone, Default)]
+pub struct Starts(Arc<AtomicU32>);
+
+impl Starts {
+    const CLOSED: u32 = 1;
+    const UNDER_WAY: u32 = 2;
+
+    /// False where nothing is started any more. Begun it is all the same.
+    fn begin(&self) -> bool {
+        self.0.fetch_or(Self::UNDER_WAY, Ordering::AcqRel) & Self::CLOSED == 0
+    }
+
+    /// False where it was closed meanwhile.
+    fn end(&self) -> bool {
+        // Takes the bit away and counts above it.
+        self.0.fetch_add(Self::UNDER_WAY, Ordering::AcqRel) & Self::CLOSED == 0
+    }
+
+    fn close(&self) {
+        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel);
+    }
+
+    /// One is under way: a driver that does not return shows nowhere else.
+    pub fn under_way(&self) -> bool {
+        self.0.load(Ordering::Acquire) & Self::UNDER_WAY != 0
+    }
+
+    /// How many are over, on a circle.
+    pub fn count(&self) -> u32 {
+        self.0.load(Ordering::Acquire) / (2 * Self::UNDER_WAY)
+    }
 }
 
 /// A copy of a [`Lane`].
@@ -512,71 +771,107 @@ pub struct Copy {
 
 impl Lane {
     pub fn open(stager: &Arc<Stager>, direction: Direction) -> Result<Self, String> {
-        let word = stager.take_word()?;
-        Ok(Self { stager: Arc::clone(stager), direction, word, closed: Mutex::new(false), fences: Mutex::new(0) })
+        Ok(Self {
+            stager: Arc::clone(stager),
+            direction,
+            word: stager.take_word()?,
+            starts: Starts::default(),
+            marked: AtomicU32::new(0),
+            loose: AtomicBool::new(false),
+            given_up: AtomicBool::new(false),
+        })
     }
 
     pub fn stager(&self) -> &Arc<Stager> {
         &self.stager
     }
 
+    /// Whether so many copies may be started: the driver blocks where too much is in its stream, of all connections together.
+    pub fn has_room(&self, copies: usize) -> bool {
+        // A copy and its mark; to the GPU it may have flags, and is three.
+        let each = if self.direction == Direction::ToGpu { 4 } else { 2 };
+        let operations = u32::try_from(copies).unwrap_or(u32::MAX).saturating_mul(each);
+        self.stager.way(self.direction).under_way().saturating_add(operations) <= MOST
+    }
+
     /// Starts copies, in order.
     ///
     /// # Safety
-    /// The host memory is pinned, and both ranges stay in place until the copies are done.
+    /// The host memory is pinned, and both ranges stay in place until the copies are done. One thread at a time starts copies.
     pub unsafe fn start(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
-        let closed = self.closed.lock().unwrap_or_else(PoisonError::into_inner);
-        if *closed {
-            return Err("the connection has ended, nothing is copied any more".to_owned());
+        let started = if self.starts.begin() {
+            // SAFETY: the caller's promise.
+            unless_over(unsafe { self.start_all(copies) }).map_err(|why| why.on(&self.stager.describe()).text)
+        } else {
+            Err("the connection has ended, nothing is copied any more".to_owned())
+        };
+        if !self.starts.end() {
+            // Someone may have given it up.
+            self.stager.stuck.store(false, Ordering::Release);
         }
-        // SAFETY: the caller's promise.
-        unless_over(unsafe { self.start_all(copies) }).map_err(|why| format!("{why} on {}", self.stager.describe()))
+        started
+    }
+
+    pub fn starts(&self) -> &Starts {
+        &self.starts
     }
 
     /// # Safety
     /// As [`Self::start`].
-    unsafe fn start_all(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
+    unsafe fn start_all(&self, copies: impl Iterator<Item = Copy>) -> Result<(), CudaError> {
         let _entered = Entered::enter(self.stager.context)?;
-        let stream = self.stager.stream(self.direction);
+        let way = self.stager.way(self.direction);
+        self.loose.store(true, Ordering::Release);
+        let mut operations = 0;
         for copy in copies {
-            let length = usize::try_from(copy.length).map_err(|e| e.to_string())?;
-            let host = usize::try_from(copy.host).map_err(|e| e.to_string())?;
-            let host: *mut c_void = ptr::with_exposed_provenance_mut(host);
+            // Both fit: this is a machine of 64 bits.
+            let length = usize::try_from(copy.length).unwrap_or(0);
+            let host: *mut c_void = ptr::with_exposed_provenance_mut(usize::try_from(copy.host).unwrap_or(0));
             if copy.flagged && self.direction == Direction::ToGpu {
                 // SAFETY: by this function's contract.
-                unsafe { self.start_flagged(copy.gpu, host, length) }?;
+                operations += unsafe { self.start_flagged(copy.gpu, host, length) }?;
             } else if length > 0 {
                 let result = match self.direction {
                     // SAFETY: by this function's contract.
-                    Direction::FromGpu => unsafe { cu::cuMemcpyDtoHAsync_v2(host, copy.gpu, length, stream) },
+                    Direction::FromGpu => unsafe { cu::cuMemcpyDtoHAsync_v2(host, copy.gpu, length, way.stream) },
                     // SAFETY: by this function's contract.
-                    Direction::ToGpu => unsafe { cu::cuMemcpyHtoDAsync_v2(copy.gpu, host, length, stream) },
+                    Direction::ToGpu => unsafe { cu::cuMemcpyHtoDAsync_v2(copy.gpu, host, length, way.stream) },
                 };
-                check("cuMemcpyAsync", result).map_err(|e| format!("{e} ({length} bytes at {:#x})", copy.gpu))?;
+                check("cuMemcpyAsync", result).map_err(|e| of_copy(e, length, copy.gpu))?;
+                operations += 1;
             }
-            if let Some(mark) = copy.mark {
-                self.stager.mark(self.direction, self.word.gpu + Word::MARK as u64, mark)?;
+            if let Some(value) = copy.mark {
+                mark(way.stream, self.word.gpu(0), value)?;
+                operations += 1;
+                self.marked.store(value, Ordering::Release);
             }
+            self.loose.store(copy.mark.is_none(), Ordering::Release);
+        }
+        let before = way.started.fetch_add(operations, Ordering::Relaxed);
+        let now = before.wrapping_add(operations);
+        if before / STEP != now / STEP {
+            let place = usize::try_from(now / STEP).unwrap_or(0);
+            mark(way.stream, way.done.gpu(place), now)?;
         }
         Ok(())
     }
 
     /// Copies to the GPU the data of all lines of 128 bytes, and behind them the flags, the last 8 bytes of each. Behind the
-    /// last whole line there are no flags, and none in what does not begin at a line.
+    /// last whole line there are no flags, and none in what does not begin at a line. How many operations that is.
     ///
     /// # Safety
     /// As [`Self::start`].
-    unsafe fn start_flagged(&self, gpu: u64, host: *mut c_void, length: usize) -> Result<(), String> {
+    unsafe fn start_flagged(&self, gpu: u64, host: *mut c_void, length: usize) -> Result<u32, CudaError> {
         const LINE: usize = 128;
         const FLAG: usize = 8;
-        let stream = self.stager.stream(Direction::ToGpu);
+        let stream = self.stager.way(Direction::ToGpu).stream;
         let lines = if gpu.is_multiple_of(LINE as u64) { length / LINE } else { 0 };
         let rest = length - lines * LINE;
         if rest > 0 {
             let (gpu, host) = (gpu + (lines * LINE) as u64, host.cast::<u8>().wrapping_add(lines * LINE).cast());
             // SAFETY: by this function's contract.
             let result = unsafe { cu::cuMemcpyHtoDAsync_v2(gpu, host, rest, stream) };
-            check("cuMemcpyHtoDAsync", result)?;
+            check("cuMemcpyHtoDAsync", result).map_err(|e| of_copy(e, rest, gpu))?;
         }
         for (first, width) in [(0, LINE - FLAG), (LINE - FLAG, FLAG)] {
             let copy = cu::CUDA_MEMCPY2D {
@@ -600,49 +895,67 @@ impl Lane {
             if lines > 0 {
                 // SAFETY: by this function's contract; the description is read by the call.
                 let result = unsafe { cu::cuMemcpy2DAsync_v2(&raw const copy, stream) };
-                check("cuMemcpy2DAsync", result).map_err(|e| format!("{e} ({lines} lines at {gpu:#x})"))?;
+                check("cuMemcpy2DAsync", result).map_err(|e| of_copy(e, lines * LINE, gpu))?;
             }
         }
-        Ok(())
+        Ok(u32::from(rest > 0) + if lines > 0 { 2 } else { 0 })
     }
 
     /// The last mark that was written: one load.
     #[inline]
     pub fn reached(&self) -> u32 {
-        self.word.at(Word::MARK).load(Ordering::Acquire)
+        self.word.at(0).load(Ordering::Acquire)
     }
 
     /// An error of the GPU, after which no mark is written.
     pub fn check(&self) -> Result<(), String> {
-        let query = || {
-            let _entered = Entered::enter(self.stager.context)?;
-            // SAFETY: a stream of ours.
-            match unsafe { cu::cuStreamQuery(self.stager.stream(self.direction)) } {
-                CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-                result => check("cuStreamQuery", result),
+        unless_over(self.stager.query(self.direction)).map_err(|why| why.on(&self.stager.describe()).text)
+    }
+
+    fn patience(&self) -> Duration {
+        if self.given_up.load(Ordering::Relaxed) { SHORT_PATIENCE } else { PATIENCE }
+    }
+
+    /// From its return on no copy is started, unless the driver does not return from starting one. What was started before
+    /// goes on, see [`Self::settle`].
+    pub fn close(&self) -> Result<(), CudaError> {
+        self.starts.close();
+        let begin = Instant::now();
+        while self.starts.under_way() {
+            if begin.elapsed() > self.patience() && self.starts.under_way() {
+                self.given_up.store(true, Ordering::Relaxed);
+                self.stager.stuck.store(true, Ordering::Release);
+                return self.stager.is_not_stuck();
             }
-        };
-        unless_over(query()).map_err(|why| format!("{why} on {}", self.stager.describe()))
+            std::thread::yield_now();
+        }
+        Ok(())
     }
 
-    /// From its return on no copy is started. What was started before goes on, see [`Self::settle`].
-    pub fn close(&self) {
-        *self.closed.lock().unwrap_or_else(PoisonError::into_inner) = true;
+    /// The same, and waits until all that was started is done, for 10 s at most, however little others have waited in vain.
+    pub fn settle(&self) -> Result<(), CudaError> {
+        self.close()?;
+        if !self.loose.load(Ordering::Acquire) && self.reached() == self.marked.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let settled = self.stager.fence(self.direction, self.patience());
+        self.given_up.fetch_or(settled.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
+        settled
     }
+}
 
-    /// Waits until all that was started is done, for 10 s at most.
-    pub fn settle(&self) -> Result<(), String> {
-        let mut fences = self.fences.lock().unwrap_or_else(PoisonError::into_inner);
-        *fences = fences.wrapping_add(1);
-        unless_over(self.stager.fence(self.direction, self.word, *fences))
-    }
+#[cold]
+fn of_copy(error: CudaError, length: usize, gpu: u64) -> CudaError {
+    CudaError { text: format!("{error} ({length} bytes at {gpu:#x})"), ..error }
 }
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // A word that may still be written is never used again.
-        if self.settle().is_ok() {
-            self.stager.give_back(self.word);
+        match self.settle() {
+            Ok(()) => self.stager.give_back(self.word),
+            // A word that may still be written is never used again.
+            Err(why) if why.is_late() => std::mem::forget(Arc::clone(&self.stager)),
+            Err(_) => {}
         }
     }
 }
@@ -698,6 +1011,47 @@ mod tests {
         address
     }
 
+    /// A context that someone has destroyed is a failure; only with the driver itself nobody is left to be told.
+    #[test]
+    fn an_error_is_swallowed_only_as_the_driver_ends() {
+        let told = |result| unless_over(check("call", result)).err().map(String::from);
+        assert_eq!(told(CUresult::CUDA_ERROR_DEINITIALIZED), None);
+        assert_eq!(
+            told(CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED).as_deref(),
+            Some("call: CUDA_ERROR_CONTEXT_IS_DESTROYED")
+        );
+    }
+
+    #[test]
+    fn what_is_in_a_stream_is_counted_whoever_is_late_with_the_number() {
+        let pages = Pages::map(2 * LINE).expect("memory");
+        let word = |line| Word { host: pages.base().map_addr(|a| a | (line * LINE)), gpu: 0 };
+        let way = Way::new(ptr::null_mut(), word(0), word(1));
+        let done =
+            |number: u32| way.done.at(usize::try_from(number / STEP).expect("small")).store(number, Ordering::Relaxed);
+        // Round the circle, too.
+        let begin = u32::MAX - 1000;
+        (0..16).for_each(|place| way.done.at(place).store(begin, Ordering::Relaxed));
+        way.started.store(begin.wrapping_add(100), Ordering::Relaxed);
+        assert_eq!(way.under_way(), 100);
+        way.started.store(begin.wrapping_add(2000), Ordering::Relaxed);
+        done(begin.wrapping_add(1990));
+        assert_eq!(way.under_way(), 10);
+        // One of long ago.
+        done(begin.wrapping_add(64));
+        assert_eq!(way.under_way(), 10);
+    }
+
+    #[test]
+    fn whoever_closes_knows_that_nothing_is_started_after() {
+        let starts = Starts::default();
+        assert!(starts.begin() && starts.under_way() && starts.end());
+        assert!(!starts.under_way() && starts.count() == 1 && starts.begin());
+        starts.close();
+        assert!(starts.under_way() && !starts.end() && !starts.under_way());
+        assert!(!starts.begin() && !starts.end() && starts.count() == 3);
+    }
+
     /// On the machine's own GPU, where it has one.
     #[test]
     fn bytes_go_to_the_gpu_and_back() {
@@ -740,7 +1094,7 @@ mod tests {
         }
         println!("{} came back from {} in {took:?}", LEN / 2, stager.describe());
         drop(lanes);
-        stager.unpin(&host);
+        stager.unpin(host);
         let mut other = 0;
         // SAFETY: one address to write.
         check("cuMemAlloc", unsafe { cu::cuMemAlloc_v2(&raw mut other, 4096) }).expect("memory");

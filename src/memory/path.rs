@@ -48,7 +48,8 @@ pub struct Choice {
     pub gdr: bool,
     /// GDR that fails may become staging.
     pub fall_back: bool,
-    /// Messages of these sizes are staged though GDR works; where staging can't be had, all go by GDR.
+    /// Messages of these sizes are staged though GDR works; where staging can't be had, all go by GDR. Of some sizes: receives
+    /// go by the size that NCCL posts, that of its slot, and those for which it needs no completion are not staged.
     pub staged: Sizes,
     /// A profile that was measured here decided, and nothing that it would rather have is missing.
     pub as_measured: bool,
@@ -59,8 +60,10 @@ pub struct Choice {
 /// What is known of a NIC and a GPU.
 #[derive(Debug, Clone, Copy)]
 pub struct Known<'a> {
-    /// The ways to GPU memory without a copy that are open.
+    /// The ways to GPU memory without a copy that the NIC has open, in the order in which they are tried.
     pub open: &'a [&'static str],
+    /// The GPU's driver gives dma-bufs, as far as is known.
+    pub exports: bool,
     /// None: it is not known which GPU.
     pub distance: Option<Distance>,
     /// What was measured of such a pair, and in which file that is.
@@ -69,7 +72,24 @@ pub struct Known<'a> {
     pub staging: Result<(), &'a str>,
 }
 
-impl Known<'_> {
+/// The way that takes two: a NIC that registers dma-bufs, and a GPU whose driver exports them.
+pub const DMABUF: &str = "dma-buf";
+
+impl<'a> Known<'a> {
+    /// The ways that NIC and GPU both have open.
+    fn ways(&self) -> &'a [&'static str] {
+        if self.exports { self.open } else { self.open.strip_prefix(&[DMABUF]).unwrap_or(self.open) }
+    }
+
+    /// Why GPUDirect can't be had, for people.
+    fn not_open(&self) -> &'static str {
+        if self.open.is_empty() {
+            "GPUDirect is not open"
+        } else {
+            "GPUDirect is not open (the GPU's driver exports no dma-buf)"
+        }
+    }
+
     /// Why a profile is not followed as it is; None: it is, or there is none.
     pub fn differs_from_profile(&self) -> Option<String> {
         let (_, pair) = self.profile?;
@@ -88,7 +108,7 @@ impl Known<'_> {
 impl Pair {
     /// GPUDirect was not weighed when this was measured, and is open.
     fn open_now(&self, known: &Known<'_>) -> bool {
-        !known.open.is_empty() && !self.measured_gdr()
+        !known.ways().is_empty() && !self.measured_gdr()
     }
 }
 
@@ -96,27 +116,28 @@ impl Choice {
     /// What the user wishes; else, of what a profile measured, what is possible here; else GPUDirect where it is open, and
     /// NCCL's own way over host memory where it is not.
     pub fn decide(wish: GpuPath, known: &Known<'_>) -> Self {
-        let open = !known.open.is_empty();
+        let open = !known.ways().is_empty();
         let set = |value| format!("NCCL_NET_RDMA_GPU_PATH={value}");
         match (wish, known.profile) {
             (GpuPath::Staging, _) => Self::staging(set("staging")),
             (GpuPath::Host, _) => Self::host(set("host")),
             (GpuPath::Gdr, _) if open => Self { fall_back: false, ..Self::direct(set("gdr")) },
-            (GpuPath::Gdr, _) => Self::host(format!("{}, but GPUDirect is not open", set("gdr"))),
+            (GpuPath::Gdr, _) => Self::host(format!("{}, but {}", set("gdr"), known.not_open())),
             (GpuPath::Auto, Some((file, pair))) if pair.open_now(known) => {
                 let rule = format!("{}; profile {} was measured without it", by_default(known), file.display());
                 Self::direct(rule)
             }
             (GpuPath::Auto, Some((file, pair))) => Self::measured(file, pair, known),
             (GpuPath::Auto, None) if open => Self::direct(by_default(known)),
-            (GpuPath::Auto, None) => Self::host(
-                "GPUDirect is not open, and no profile says that staging is faster than NCCL's own way".to_owned(),
-            ),
+            (GpuPath::Auto, None) => Self::host(format!(
+                "{}, and no profile says that staging is faster than NCCL's own way",
+                known.not_open()
+            )),
         }
     }
 
     fn measured(file: &Path, pair: &Pair, known: &Known<'_>) -> Self {
-        let open = !known.open.is_empty();
+        let open = !known.ways().is_empty();
         let (mut left, mut without) = (Cow::Borrowed(pair), Vec::new());
         if left.staged() != Sizes::NONE && known.staging.is_err() {
             left = Cow::Owned(left.without_staging());
@@ -163,7 +184,7 @@ impl Choice {
 }
 
 fn by_default(known: &Known<'_>) -> String {
-    let ways = known.open.join(", ");
+    let ways = known.ways().join(", ");
     match known.distance {
         None => format!("GPUDirect is open ({ways})"),
         Some(near) if near.is_near() => format!("GPUDirect is open ({ways}), distance {near}"),
@@ -196,6 +217,8 @@ pub struct Neighbour {
     /// The driver shows it to others than this process.
     pub hidden: bool,
     pub distance: Distance,
+    /// Its driver gives dma-bufs, as far as is known.
+    pub exports: bool,
     /// What was measured of such a pair, and in which file that is.
     pub profile: Option<Arc<(PathBuf, Pair)>>,
     /// Staging can be had; or why not. Looked for where the profile wants it.
@@ -206,6 +229,7 @@ impl Neighbour {
     pub fn known<'a>(&'a self, open: &'a [&'static str]) -> Known<'a> {
         Known {
             open,
+            exports: self.exports,
             distance: Some(self.distance),
             profile: self.profile.as_ref().map(|p| (p.0.as_path(), &p.1)),
             staging: self.staging.as_ref().copied().map_err(String::as_str),
@@ -240,7 +264,9 @@ pub struct Choices {
 impl Choices {
     pub fn decide(wish: GpuPath, open: &[&'static str], neighbours: &[Neighbour]) -> Self {
         let choose = |n: &Neighbour| (n.bus_id.clone(), Choice::decide(wish, &n.known(open)));
-        let unknown = Choice::decide(wish, &Known { open, distance: None, profile: None, staging: Ok(()) });
+        // Of no GPU in particular.
+        let general =
+            |exports| Choice::decide(wish, &Known { open, exports, distance: None, profile: None, staging: Ok(()) });
         let chosen: Vec<_> = neighbours.iter().map(choose).collect();
         let decides = |which: &dyn Fn(&Neighbour) -> bool| -> Vec<usize> {
             neighbours.iter().enumerate().filter(|(_, n)| which(n)).map(|(i, _)| i).collect()
@@ -255,20 +281,28 @@ impl Choices {
             .or_else(|| some(decides(&|n| !n.hidden)))
             .unwrap_or_else(|| decides(&|_| true));
         let profiled = |i: usize| wish == GpuPath::Auto && neighbours.get(i).is_some_and(measured);
-        Self::new(unknown, chosen, &deciding, profiled)
+        // The line of a NIC names no GPU's distance.
+        let rule = |i: usize| {
+            let general = || general(neighbours.get(i).is_none_or(|n| n.exports)).rule;
+            chosen.get(i).filter(|_| profiled(i)).map_or_else(general, |(_, choice)| choice.rule.clone())
+        };
+        let leader = Self::leader(&chosen, &deciding).map(|i| (i, rule(i)));
+        Self::led(leader, general(true), chosen)
     }
 
-    /// `unknown` is for a GPU that is not among `gpus`, of which those at the places `deciding` decide what NCCL is told.
-    fn new(unknown: Choice, gpus: Vec<(String, Choice)>, deciding: &[usize], profiled: impl Fn(usize) -> bool) -> Self {
+    /// Of those at the places `deciding` the one that decides what NCCL is told.
+    fn leader(gpus: &[(String, Choice)], deciding: &[usize]) -> Option<usize> {
         let find =
             |which: fn(&Choice) -> bool| deciding.iter().copied().find(|i| gpus.get(*i).is_some_and(|g| which(&g.1)));
-        let leader = find(|c| c.gdr).or_else(|| find(|c| c.gpu_memory)).or_else(|| deciding.first().copied());
-        let Some((i, (bus, leading))) = leader.and_then(|i| Some((i, gpus.get(i)?))) else {
+        find(|c| c.gdr).or_else(|| find(|c| c.gpu_memory)).or_else(|| deciding.first().copied())
+    }
+
+    /// `leader`: the one that decides, and by which rule; `unknown`: where there is none.
+    fn led(leader: Option<(usize, String)>, unknown: Choice, gpus: Vec<(String, Choice)>) -> Self {
+        let Some((rule, (bus, leading))) = leader.and_then(|(i, rule)| Some((rule, gpus.get(i)?))) else {
             return Self { nic: unknown, gpus };
         };
-        // The line of a NIC names no GPU's distance.
-        let rule = if profiled(i) { &leading.rule } else { &unknown.rule };
-        let nic = Choice { rule: rule.clone(), ..leading.clone() };
+        let nic = Choice { rule, ..leading.clone() };
         // NCCL is told once for all: GPU memory that is offered for one GPU comes from all of them, and none from any if not.
         let follow = |choice: &Choice| match (choice.gpu_memory, nic.gpu_memory) {
             (false, true) => choice.following(&nic, &format!("this NIC takes GPU memory, for GPU {bus}")),
@@ -277,6 +311,12 @@ impl Choices {
         };
         let gpus = gpus.iter().map(|(bus, choice)| (bus.clone(), follow(choice))).collect();
         Self { nic, gpus }
+    }
+
+    /// The same for all.
+    #[cfg(test)]
+    pub(crate) fn of(nic: Choice) -> Self {
+        Self { nic, gpus: Vec::new() }
     }
 
     /// Whether it matters which GPU it is.
@@ -330,7 +370,7 @@ mod tests {
 
     fn decide(wish: GpuPath, open: &[&'static str], distance: Distance, pair: Option<&Pair>) -> Choice {
         let profile = pair.map(|p| (Path::new("/p.json"), p));
-        Choice::decide(wish, &Known { open, distance: Some(distance), profile, staging: Ok(()) })
+        Choice::decide(wish, &Known { open, exports: true, distance: Some(distance), profile, staging: Ok(()) })
     }
 
     const OPEN: [&str; 1] = ["dma-buf"];
@@ -344,6 +384,7 @@ mod tests {
                 model: "g".into(),
                 hidden: false,
                 distance,
+                exports: true,
                 profile: measured.cloned(),
                 staging: Ok(()),
             }]
@@ -424,7 +465,8 @@ mod tests {
         let p = pair(&[(0, None, Way::Staging)], [3, 1, 2]);
         let of = |open: &[&'static str]| {
             let profile = Some((Path::new("/p.json"), &p));
-            let known = Known { open, distance: Some(Distance::Pix), profile, staging: Err("no driver") };
+            let known =
+                Known { open, exports: true, distance: Some(Distance::Pix), profile, staging: Err("no driver") };
             let why = known.differs_from_profile().expect("a reason");
             assert!(why.contains("can't be had: no driver"), "{why}");
             Choice::decide(GpuPath::Auto, &known)
@@ -439,7 +481,7 @@ mod tests {
         for way in [Way::Staging, Way::Host] {
             let p = pair(&[(0, None, way)], [0, 2, 3]);
             let profile = Some((Path::new("/p.json"), &p));
-            let known = |open| Known { open, distance: Some(Distance::Pix), profile, staging: Ok(()) };
+            let known = |open| Known { open, exports: true, distance: Some(Distance::Pix), profile, staging: Ok(()) };
             let open = Choice::decide(GpuPath::Auto, &known(&OPEN));
             assert!(open.gdr && open.staged == Sizes::NONE && open.rule.contains("was measured without it"), "{open}");
             assert!(known(&OPEN).differs_from_profile().is_some_and(|w| w.contains("which is open now")));
@@ -454,9 +496,38 @@ mod tests {
             model: "NVIDIA H200".into(),
             hidden: false,
             distance,
+            exports: true,
             profile: pair.map(|p| Arc::new((PathBuf::from("/p.json"), p.clone()))),
             staging: Ok(()),
         }
+    }
+
+    /// A NIC takes dma-bufs on any newer kernel; closed modules of the GPU's driver give none.
+    #[test]
+    fn a_dma_buf_takes_a_gpu_whose_driver_exports_it() {
+        let staging = pair(&[(0, None, Way::Staging)], [0, 2, 3]);
+        let closed = |bus, pair| Neighbour { exports: false, ..neighbour(bus, Distance::Pix, pair) };
+        let decide = |wish, open: &[&'static str], all: &[Neighbour]| Choices::decide(wish, open, all);
+        // Measured without GPUDirect, and that is still so.
+        let measured = closed("a", Some(&staging));
+        assert_eq!(measured.known(&OPEN).differs_from_profile(), None);
+        let paths = decide(GpuPath::Auto, &OPEN, std::slice::from_ref(&measured));
+        assert!(paths.nic().gpu_memory && !paths.nic().gdr && paths.nic().staged == Sizes::ALL, "{}", paths.nic());
+        assert_eq!(paths.nic().rule, "profile /p.json: staging is best");
+        // Peer memory takes no dma-buf.
+        let both = ["dma-buf", "nvidia_peermem"];
+        assert!(measured.known(&both).differs_from_profile().is_some());
+        let paths = decide(GpuPath::Auto, &both, &[measured]);
+        assert!(paths.nic().gdr && paths.gpu("a").rule.contains("GPUDirect is open (nvidia_peermem), distance PIX"));
+        let without = decide(GpuPath::Auto, &OPEN, &[closed("a", None)]);
+        assert!(!without.nic().gpu_memory, "{}", without.nic());
+        assert!(
+            without.nic().rule.contains("(the GPU's driver exports no dma-buf), and no profile"),
+            "{}",
+            without.nic()
+        );
+        let forced = decide(GpuPath::Gdr, &OPEN, &[closed("a", None)]);
+        assert!(!forced.nic().gpu_memory && forced.nic().rule.contains("=gdr, but GPUDirect is not open (the GPU's"));
     }
 
     #[test]

@@ -11,7 +11,7 @@ use crate::transfer::{Copying, Owed};
 use super::NetError;
 use super::hello::kind;
 use super::registration::MrHandle;
-use super::stall::{Found, Vigil};
+use super::stall::{Calls, Found, Vigil};
 
 const FAILED: u32 = 1;
 const PEER_CLOSED: u32 = 2;
@@ -29,7 +29,36 @@ pub(crate) struct Alert {
     /// The way to the peer, once the connection stands. It is here so that the background thread can use it, too.
     control: OnceLock<ControlHandle>,
     /// What NCCL has registered: these know how much is under way.
-    handles: Mutex<Vec<Weak<MrHandle>>>,
+    handles: Mutex<Living<MrHandle>>,
+}
+
+/// Things while others have them.
+#[derive(Debug)]
+struct Living<T> {
+    all: Vec<Weak<T>>,
+    /// How long the list may become until those that are gone are taken out of it.
+    most: usize,
+}
+
+impl<T> Default for Living<T> {
+    fn default() -> Self {
+        Self { all: Vec::new(), most: 16 }
+    }
+}
+
+impl<T> Living<T> {
+    /// Looks at the others only as often as the list has doubled.
+    fn push(&mut self, new: &Arc<T>) {
+        if self.all.len() >= self.most {
+            self.all.retain(|one| one.strong_count() > 0);
+            self.most = (2 * self.all.len()).max(16);
+        }
+        self.all.push(Arc::downgrade(new));
+    }
+
+    fn iter(&self) -> impl Iterator<Item = Arc<T>> {
+        self.all.iter().filter_map(Weak::upgrade)
+    }
 }
 
 #[derive(Debug, Default)]
@@ -39,6 +68,8 @@ struct Cold {
     vigil: Option<Vigil>,
     /// The same over copies between GPU and host memory.
     copies: Option<Vigil>,
+    /// The same over the calls that start them.
+    calls: Option<Calls>,
     /// What the peer had received when it closed in good order, and when we learnt of it.
     closed: Option<(u32, Instant)>,
 }
@@ -98,20 +129,18 @@ impl Alert {
         }
     }
 
-    fn handles(&self) -> MutexGuard<'_, Vec<Weak<MrHandle>>> {
+    fn handles(&self) -> MutexGuard<'_, Living<MrHandle>> {
         self.handles.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A registration was made.
     pub(super) fn remember(&self, handle: &Arc<MrHandle>) {
-        let mut handles = self.handles();
-        handles.retain(|h| h.strong_count() > 0);
-        handles.push(Arc::downgrade(handle));
+        self.handles().push(handle);
     }
 
     /// Transfers under way, as far as another thread than that of the data path can tell.
     pub(super) fn under_way(&self) -> u32 {
-        self.handles().iter().filter_map(Weak::upgrade).map(|h| h.in_flight()).sum()
+        self.handles().iter().map(|h| h.in_flight()).sum()
     }
 
     /// Watches over progress from now on.
@@ -119,9 +148,21 @@ impl Alert {
         self.cold().vigil = Some(vigil);
     }
 
-    /// Watches over copies, too.
-    pub(super) fn watch_copies(&self, vigil: Vigil) {
-        self.cold().copies = Some(vigil);
+    /// Watches over copies, too, and over the calls that start them.
+    pub(super) fn watch_copies(&self, vigil: Vigil, calls: Calls) {
+        let mut cold = self.cold();
+        cold.copies = Some(vigil);
+        cold.calls = Some(calls);
+    }
+
+    /// A look at the calls that start copies, of which the data path, that waits for one, can't tell: ends the connection where
+    /// one has not returned for too long.
+    #[cold]
+    pub(super) fn look_at_calls(&self) {
+        let Some(cause) = self.cold().calls.as_mut().and_then(Calls::look) else { return };
+        if self.fail(cause.clone(), |e| tracing::warn!(target: "init", "{}", e.text)) {
+            self.tell(&cause.text);
+        }
     }
 
     /// A look at the copies: for how long they have not gone on, if that is too long.
@@ -207,11 +248,31 @@ mod tests {
         let alert = Alert::default();
         let at = |reached, copies| alert.look_at_copies(Copying { reached, copies, bytes: 1 });
         assert_eq!(at(1, 1), None, "nobody watches");
-        alert.watch_copies(Vigil::new(Duration::from_secs(2)));
+        alert.cold().copies = Some(Vigil::new(Duration::from_secs(2)));
         assert!((0..20).all(|_| at(1, 0).is_none()), "none waits");
         assert!((0..20).all(|reached| at(reached, 3).is_none()), "they go on");
         let found: Vec<_> = (0..6).map(|more| at(19, 3 + more)).collect();
         assert_eq!(found, [None, None, None, None, Some(Duration::from_secs(2)), Some(Duration::from_millis(2500))]);
+    }
+
+    /// Each registration of a connection with thousands of them looked at all others.
+    #[test]
+    fn those_that_live_are_looked_at_as_often_as_they_have_doubled() {
+        let mut some = Living::default();
+        let living: Vec<_> = (0..1000).map(Arc::new).collect();
+        let mut looks = 0;
+        for one in &living {
+            let before = some.most;
+            some.push(one);
+            looks += usize::from(some.most != before);
+        }
+        assert!(some.iter().count() == 1000 && looks == 6, "{looks}");
+        drop(living);
+        for i in 0..10_000 {
+            some.push(&Arc::new(i));
+            assert!(some.all.len() <= 1024, "those that are gone go");
+        }
+        assert_eq!((some.iter().count(), some.most), (0, 16));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::memory::gpu::CudaError;
 use crate::memory::{Connected, Pages};
 use crate::transfer::{
     Arrivals, Buffer, Copying, FLUSHES, Fault, MAX_GROUP, Owed, Parent, Profiled, Profiler, QpSet, RECV_REQUESTS,
@@ -301,15 +302,17 @@ impl Base {
     /// Moves every QP to the error state, once: after this nothing of this connection reads or writes NCCL's memory, but for
     /// copies that are under way ([`Paths::settle`]).
     pub(super) fn fence(&self) {
-        // What has arrived and was not polled is not copied any more.
-        self.paths.close();
-        // Whoever comes second waits for the first: memory may be freed after this returns.
-        let mut fenced = self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
-        if !std::mem::replace(&mut *fenced, true)
-            && let Err(e) = self.qps.fail()
         {
-            tracing::warn!(target: "init", "{e}; while stopping the connection to peer {}", self.peer);
+            // Whoever comes second waits for the first: memory may be freed after this returns.
+            let mut fenced = self.fenced.lock().unwrap_or_else(PoisonError::into_inner);
+            if !std::mem::replace(&mut *fenced, true)
+                && let Err(e) = self.qps.fail()
+            {
+                tracing::warn!(target: "init", "{e}; while stopping the connection to peer {}", self.peer);
+            }
         }
+        // What has arrived and was not polled is not copied any more. Second: it may have to wait for the driver.
+        self.paths.close();
     }
 
     /// The connection is over without a failure.
@@ -340,7 +343,7 @@ impl Base {
     }
 
     /// Said once a GPU, direction and port: hundreds of connections may end at once.
-    pub(super) fn copies_hang(&self, why: &str, meanwhile: &str) {
+    pub(super) fn copies_hang(&self, why: &CudaError, meanwhile: &str) {
         self.ports[0].warn_once(format!(
             "{why}; meanwhile {meanwhile}, peer {}; look at nvidia-smi and for Xid errors in the kernel's log: a GPU that hangs is \
              reset with nvidia-smi --gpu-reset",

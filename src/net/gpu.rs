@@ -8,7 +8,7 @@ use std::sync::Arc;
 use crate::abi::types::{NCCL_PTR_CUDA, NCCL_PTR_DMABUF, NCCL_PTR_HOST};
 use crate::config::{Config, GpuPath, PeerMemory};
 use crate::memory::gpu::{self, Lane};
-use crate::memory::path::{Choice, Choices, Neighbour};
+use crate::memory::path::{Choice, Choices, DMABUF, Neighbour, Sizes};
 use crate::topology::peermem::{self, PeerDriver};
 use crate::transfer::staging::{Copier, CopyWr};
 use crate::verbs::{Mr, Pd};
@@ -83,7 +83,7 @@ impl GpuMemory {
 
     /// The open ways by name, in the order in which they are tried.
     pub(super) fn open(&self) -> Vec<&'static str> {
-        let ways = [("dma-buf", self.dmabuf.is_ok()), ("nvidia_peermem", self.peermem.is_ok())];
+        let ways = [(DMABUF, self.dmabuf.is_ok()), ("nvidia_peermem", self.peermem.is_ok())];
         ways.into_iter().filter(|(_, open)| *open).map(|(name, _)| name).collect()
     }
 
@@ -115,7 +115,7 @@ impl GpuMemory {
 
     /// GPUDirect may not be done without, and is not open.
     fn must_fail(&self) -> bool {
-        self.strict && self.wish == GpuPath::Gdr && !self.any()
+        self.strict && self.wish == GpuPath::Gdr && !self.choice().gdr
     }
 
     /// Whether a NIC reaches GPU memory.
@@ -127,8 +127,9 @@ impl GpuMemory {
     pub(super) fn ptr_support(&self) -> c_int {
         let choice = self.choice();
         let (peermem, dmabuf) = (choice.gdr && self.peermem.is_ok(), choice.gdr && self.dmabuf.is_ok());
-        // Refused at registration, where the reason is told, if it may not be done without.
-        let staging = choice.gpu_memory && !choice.gdr && (self.staging.is_ok() || self.strict);
+        // What is all staged needs no dma-buf. Refused at registration, where the reason is told, if it may not be done without.
+        let staged = choice.gpu_memory && choice.staged == Sizes::ALL;
+        let staging = staged && (self.staging.is_ok() || self.strict && !choice.gdr);
         let cuda = if peermem || staging || self.must_fail() { NCCL_PTR_CUDA } else { 0 };
         let dmabuf = if dmabuf { NCCL_PTR_DMABUF } else { 0 };
         (NCCL_PTR_HOST | cuda | dmabuf).cast_signed()
@@ -189,6 +190,10 @@ impl Copier for Lane {
         });
         // SAFETY: the caller's promise; a shadow is pinned.
         unsafe { self.start(copies) }
+    }
+
+    fn has_room(&self, copies: usize) -> bool {
+        self.has_room(copies)
     }
 
     #[inline]
@@ -287,6 +292,19 @@ mod tests {
         assert!(text.contains("host memory only") && text.contains("no staging: no driver"), "{text}");
         let text = wish(GpuPath::Host, true, false).to_string();
         assert!(text.contains("NCCL_NET_RDMA_GPU_PATH=host"), "{text}");
+    }
+
+    /// With `NCCL_DMABUF_ENABLE=0` NCCL would go on over host memory, while the log says that all is staged.
+    #[test]
+    fn what_is_all_staged_needs_no_dma_buf() {
+        let choice = |staged| Choice { gpu_memory: true, gdr: true, fall_back: true, staged, ..Choice::default() };
+        let with = |staged, staging: Way| {
+            let choices = Arc::new(Choices::of(choice(staged)));
+            GpuMemory { staging, choices, ..ways(false, true, "") }.ptr_support()
+        };
+        assert_eq!(with(Sizes::ALL, Ok(())), 7);
+        assert_eq!(with(Sizes { from: 8, to: 64 }, Ok(())), 5, "by a dma-buf only");
+        assert_eq!(with(Sizes::ALL, Err(String::new())), 5);
     }
 
     /// Whatever the order in which the peer has its rails.

@@ -15,18 +15,17 @@ use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use crate::config::Config;
-use crate::memory::gpu::{self, Direction, Lane, Stager};
+use crate::memory::gpu::{self, CudaError, Direction, Lane, Stager};
 use crate::memory::path::{Choice, Choices, Sizes};
 use crate::memory::{Memory, Registration, Shadow};
 use crate::transfer::staging;
 use crate::transfer::{Keys, MAX_RAILS};
 use crate::verbs::Access;
 
-use super::alert::Alert;
 use super::comm::{Base, Comm};
 use super::device::Port;
 use super::gpu::GpuMemory;
-use super::stall::{self, Vigil};
+use super::stall::{self, Calls, Vigil};
 use super::{Code, NetError};
 
 /// The ways of GPU memory on one connection.
@@ -67,26 +66,34 @@ impl Paths {
     }
 
     /// The connection's lane; from its first one on the watch looks after its copies.
-    fn lane(&self, stager: &Arc<Stager>, direction: Direction, alert: &Arc<Alert>) -> Result<Arc<Lane>, String> {
-        let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        match &*lane {
-            Some(lane) if Arc::ptr_eq(lane.stager(), stager) => Ok(Arc::clone(lane)),
-            Some(lane) => Err(format!(
-                "memory of {} on a connection that stages memory of {}; a connection serves one GPU: register the buffers of each \
-                 GPU with a communicator of its own",
-                stager.describe(),
-                lane.stager().describe()
-            )),
+    fn lane(&self, stager: &Arc<Stager>, direction: Direction, base: &Base) -> Result<Arc<Lane>, String> {
+        let lane = match self.open_lane() {
+            Some(lane) => lane,
             None => {
+                // With no lock held: who ends the connection doesn't wait for the driver.
                 let new = Arc::new(Lane::open(stager, direction)?);
+                stall::enroll(&base.alert).map_err(|e| format!("copies can't be watched: {e}"))?;
+                let lane = {
+                    let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
+                    Arc::clone(lane.get_or_insert(new))
+                };
                 if let Some(limit) = self.patience {
-                    alert.watch_copies(Vigil::new(limit));
+                    base.alert.watch_copies(Vigil::new(limit), Calls::of(&lane, base.peer.to_string(), limit));
                 }
-                stall::enroll(alert).map_err(|e| format!("copies can't be watched: {e}"))?;
-                *lane = Some(Arc::clone(&new));
-                Ok(new)
+                lane
             }
+        };
+        if Arc::ptr_eq(lane.stager(), stager) {
+            return Ok(lane);
         }
+        let (new, old) = (stager.describe(), lane.stager().describe());
+        if new == old {
+            return Err(format!("the connection's copies on {old} have failed"));
+        }
+        Err(format!(
+            "memory of {new} on a connection that stages memory of {old}; a connection serves one GPU: register the buffers of each \
+             GPU with a communicator of its own"
+        ))
     }
 
     /// The GPU that has the memory of this connection, for people.
@@ -98,19 +105,23 @@ impl Paths {
         self.lane.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// No copy of this connection is started from here on.
+    /// No copy of this connection is started from here on, unless the driver keeps the call; [`Self::settle`] tells.
     pub(super) fn close(&self) {
         if let Some(lane) = self.open_lane() {
-            lane.close();
+            let _ = lane.close();
         }
     }
 
-    /// The same, and waits, not for ever, until none is under way.
-    pub(super) fn settle(&self) -> Result<(), String> {
-        self.open_lane().map_or(Ok(()), |lane| {
-            lane.close();
-            lane.settle()
-        })
+    /// The same, and waits, not for ever, until none is under way. An error: some may still be carried out.
+    pub(super) fn settle(&self) -> Result<(), CudaError> {
+        match self.open_lane().map_or(Ok(()), |lane| lane.settle()) {
+            // The data path has told, if any copy was under way.
+            Err(failed) if !failed.is_late() => {
+                tracing::info!(target: "net", "nothing is copied any more: {failed}");
+                Ok(())
+            }
+            settled => settled,
+        }
     }
 }
 
@@ -126,7 +137,7 @@ pub struct MrHandle {
 #[derive(Debug, Default)]
 struct Held {
     _registrations: Vec<Registration>,
-    shadow: Option<Arc<Shadow>>,
+    shadow: Option<Shadow>,
 }
 
 impl MrHandle {
@@ -161,7 +172,7 @@ type Direct = (Rails, &'static str);
 #[derive(Debug)]
 struct Staged {
     rails: Rails,
-    shadow: Arc<Shadow>,
+    shadow: Shadow,
     lane: Arc<Lane>,
 }
 
@@ -376,7 +387,8 @@ impl Comm {
             let keys = Keys::new(rails.lkeys, rails.rkeys, flushed);
             return base.hand_out(keys, Held { _registrations: rails.registrations, shadow: None });
         };
-        if rails.registrations.is_empty() {
+        let mixed = !rails.registrations.is_empty();
+        if !mixed {
             // Messages of no bytes have these keys.
             (rails.lkeys, rails.rkeys) = (host.lkeys, host.rkeys);
         }
@@ -385,6 +397,7 @@ impl Comm {
             lkeys: host.lkeys,
             rkeys: host.rkeys,
             sizes: sizes.from..sizes.to.min(staging::LARGEST + 1),
+            mixed,
             copier: lane,
         };
         rails.registrations.append(&mut host.registrations);
@@ -460,16 +473,17 @@ impl Comm {
         };
         let ground = || {
             let stager = Stager::of(address, length)?;
-            let lane = paths.lane(&stager, direction, &base.alert)?;
-            Ok((Shadow::of(address, length, &stager, paths.total)?, lane))
+            Ok((Shadow::of(address, length, &stager, paths.total)?, stager))
         };
-        let (shadow, lane) = ground().map_err(|why| refused(Code::System, why))?;
+        let (shadow, stager) = ground().map_err(|why| refused(Code::System, why))?;
         let access = self.access(false);
         let rails = base.rails(|port| {
             // SAFETY: the handle gives the shadow up after this registration.
             unsafe { port.registrar.register(shadow.address(), length, Memory::Host, access) }
                 .map_err(|e| NetError::new(Code::System, e.with("while registering pinned host memory").to_string()))
         })?;
+        // Last: it stays with the connection, and the stager with it.
+        let lane = paths.lane(&stager, direction, base).map_err(|why| refused(Code::System, why))?;
         Ok(Staged { rails, shadow, lane })
     }
 
@@ -516,7 +530,9 @@ impl Comm {
             && let Err(why) = base.paths.settle()
         {
             base.copies_hang(&why, "memory was deregistered: its shadow stays pinned");
-            std::mem::forget(held.shadow.take());
+            if let Some(shadow) = held.shadow.take() {
+                shadow.abandon();
+            }
         }
     }
 }

@@ -14,16 +14,19 @@
 //! | the same is owed | one period more; **stalled** above the limit |
 //!
 //! Copies of staging, of which a GPU that hangs tells nothing either, are watched in the same way: by the last mark that was
-//! reached, while some are under way.
+//! reached, while some are under way. Should the driver not even return from starting one, the data path looks at nothing:
+//! the background thread sees it itself.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use crate::config::Config;
+use crate::memory::gpu::{Lane, Starts};
 use crate::rendezvous::{RendezvousError, TimerHandle, Watcher};
 use crate::transfer::Owed;
 
 use super::alert::Alert;
+use super::{Code, NetError};
 
 /// Between two looks.
 pub(super) const PERIOD: Duration = Duration::from_millis(500);
@@ -98,6 +101,38 @@ impl Vigil {
     }
 }
 
+/// Watches over the calls of the driver that start copies.
+#[derive(Debug)]
+pub(super) struct Calls {
+    starts: Starts,
+    vigil: Vigil,
+    /// For people: the GPU and the peer.
+    gpu: String,
+    peer: String,
+}
+
+impl Calls {
+    pub(super) fn of(lane: &Lane, peer: String, limit: Duration) -> Self {
+        let (starts, gpu) = (lane.starts().clone(), lane.stager().describe());
+        Self { starts, vigil: Vigil::new(limit), gpu, peer }
+    }
+
+    /// A period is over; why the connection is to end.
+    pub(super) fn look(&mut self) -> Option<NetError> {
+        let owed = Owed { mark: self.starts.count().into(), requests: self.starts.under_way().into(), bytes: 0 };
+        let Found::Stalled(waited) = self.vigil.look(owed) else { return None };
+        let text = format!(
+            "the driver has not returned from starting a copy between {} and host memory for {:.1} s, and NCCL's thread waits for \
+             it; connection to peer {}; look at nvidia-smi and for Xid errors in the kernel's log; NCCL_NET_RDMA_GPU_PATH=host \
+             does without copies",
+            self.gpu,
+            waited.as_secs_f64(),
+            self.peer,
+        );
+        Some(NetError::new(Code::System, text))
+    }
+}
+
 /// Asks all connections of this process to look.
 struct Rounds {
     pid: u32,
@@ -129,11 +164,19 @@ pub(super) fn enroll(alert: &Arc<Alert>) -> Result<(), RendezvousError> {
 }
 
 fn go_round() {
-    let mut rounds = ROUNDS.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(all) = &mut *rounds else { return };
-    all.alerts.retain(|alert| alert.upgrade().inspect(|alert| alert.ask()).is_some());
-    if all.alerts.is_empty() {
-        *rounds = None;
+    let mut living = Vec::new();
+    {
+        let mut rounds = ROUNDS.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(all) = &mut *rounds else { return };
+        all.alerts.retain(|alert| alert.upgrade().map(|alert| living.push(alert)).is_some());
+        if all.alerts.is_empty() {
+            *rounds = None;
+        }
+    }
+    // With no lock held: one that has failed is told of.
+    for alert in living {
+        alert.ask();
+        alert.look_at_calls();
     }
 }
 

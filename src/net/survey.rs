@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::config::{Config, GpuPath};
 use crate::memory;
-use crate::memory::path::{Choice, Choices, Neighbour, Sizes};
+use crate::memory::path::{Choice, Choices, DMABUF, Known, Neighbour, Sizes};
 use crate::memory::profile::{self, Adapter, Profile};
 use crate::topology::distance::Distance;
 use crate::topology::function::Function;
@@ -32,6 +32,8 @@ pub struct Survey {
     pub refused: Option<String>,
     /// Whether memory of the GPU at a bus id can be staged; or why not.
     staging: fn(&str) -> Result<(), String>,
+    /// Whether the driver exports memory of the GPU at a bus id as dma-bufs; None: CUDA can't be asked.
+    exports: fn(&str) -> Option<bool>,
 }
 
 /// A NIC, the GPUs as it sees them, and their ways.
@@ -100,6 +102,7 @@ impl Survey {
             profile,
             refused,
             staging: if config.tells_flags { memory::gpu::available_at } else { |_| Err(gpu::NO_FLAGS.to_owned()) },
+            exports: memory::gpu::exports_dmabuf,
         }
     }
 
@@ -159,12 +162,16 @@ impl Survey {
         let neighbour = |(pair, gpu): (&Pair, &Gpu)| {
             let measured = self.measured(nic, pair, gpu).and_then(Result::ok);
             let staged = measured.is_some_and(|p| p.staged() != Sizes::NONE) && !gpu.hidden;
+            // The kernel modules tell what there can't be; CUDA is asked where it matters, as who measured asked it.
+            let closed = self.report.gpu_driver.as_ref().is_some_and(|driver| !driver.open);
+            let asked = || measured.filter(|_| !gpu.hidden).and_then(|_| (self.exports)(&gpu.bus_id));
             let file = self.profile.as_ref().map(|(file, _)| file);
             Neighbour {
                 bus_id: gpu.bus_id.clone(),
                 model: gpu.name.clone(),
                 hidden: gpu.hidden,
                 distance: pair.distance,
+                exports: !closed && asked() != Some(false),
                 profile: file.zip(measured).map(|(file, pair)| Arc::new((file.clone(), pair.clone()))),
                 staging: if staged { (self.staging)(&gpu.bus_id) } else { Ok(()) },
             }
@@ -185,6 +192,7 @@ impl Survey {
         let seen = self.seen();
         let gdr = |p: &Pair| of_pair(&seen, p).is_some_and(|choice| choice.gdr);
         let mut all = self.report.findings(&Use { gdr, relaxed_ordering: self.relaxed_ordering });
+        all.extend(seen.iter().filter_map(|seen| self.no_dmabuf(seen)));
         let mut add = |severity, about: &str, text| all.push(Finding { severity, about: about.to_owned(), text });
         for nic in self.report.nics.iter().filter(|nic| self.wish == GpuPath::Gdr && nic.open.is_empty()) {
             let text = format!("NCCL_NET_RDMA_GPU_PATH=gdr is set, and GPUDirect is not open: {}", nic.memory);
@@ -211,6 +219,23 @@ impl Survey {
             }
         }
         merged(all)
+    }
+
+    /// A NIC has nothing but dma-bufs open, would use them, and the GPUs' driver gives none.
+    fn no_dmabuf(&self, Seen { nic, near, .. }: &Seen<'_>) -> Option<Finding> {
+        let driver = self.report.gpu_driver.as_ref()?;
+        let would = |n: &Neighbour| Choice::decide(self.wish, &Known { exports: true, ..n.known(&nic.open) }).gdr;
+        // Who measured without knew it.
+        let known = |n: &Neighbour| n.profile.as_ref().is_some_and(|p| !p.1.measured_gdr());
+        if nic.open != [DMABUF] || !near.iter().any(|n| !n.exports && !n.hidden && would(n) && !known(n)) {
+            return None;
+        }
+        let text = format!(
+            "it takes GPU memory by dma-buf alone, and the GPU driver exports none ({}): that takes NVIDIA's open kernel \
+             modules, or else nvidia_peermem; without either NCCL copies through host memory",
+            driver.version
+        );
+        Some(Finding { severity: Severity::Warning, about: nic.name.clone(), text })
     }
 
     /// A way of GPU memory is forced for a GPU whose NICs are all further away than where NCCL uses one, or than is good.
@@ -386,6 +411,7 @@ mod tests {
         .located(Function::at(fake.root(), &format!("/sys/devices/{NIC}")));
         let mut survey = Survey::begin(&config);
         survey.staging = |_| Ok(());
+        survey.exports = |_| None;
         survey.add(nic);
         survey.add_port(200.0);
         survey.end();
@@ -527,16 +553,36 @@ mod tests {
         let second = Nic { name: "mlx5_1".into(), ..found.report.nics[0].clone() };
         found.add(second);
         let told = warnings(&found);
-        let [closed, bar] = &told[..] else { panic!("{told:#?}") };
+        let [closed] = &told[..] else { panic!("{told:#?}") };
         assert!(closed.starts_with("mlx5_0, mlx5_1: it takes GPU memory by dma-buf alone"), "{closed}");
+        found.report.gpu_driver = None;
+        let told = warnings(&found);
+        let [bar] = &told[..] else { panic!("{told:#?}") };
         assert!(bar.starts_with("GPU 0000:c1:00.0, GPU 0000:c2:00.0: BAR1 has 256 MiB"), "{bar}");
         // Those of other processes are none of ours.
         std::fs::remove_dir_all(fake.root().join("proc/driver/nvidia/gpus/0000:c2:00.0")).expect("a folder");
+        fake.put("proc/driver/nvidia/version", "");
         let told = warnings(&survey(&fake, &[], true));
         assert!(told.iter().any(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has")), "{told:#?}");
         let many = (0..20).map(|i| Finding { severity: Severity::Note, about: format!("n{i}"), text: "x".into() });
         let [one] = &merged(many.collect())[..] else { panic!("several") };
         assert!(one.to_string().ends_with(", n15 and 4 more: x"), "{one}");
+    }
+
+    /// N48, N56.
+    #[test]
+    fn a_driver_that_exports_no_dma_buf_is_a_warning_where_nothing_else_is_open() {
+        let fake = machine();
+        let warns = |version: &str, ways: &[&'static str], wish| {
+            fake.put("proc/driver/nvidia/version", format!("NVRM version: {version}\n"));
+            let mut found = survey(&fake, &[("NCCL_NET_RDMA_GPU_PATH", wish)], true);
+            found.report.nics[0].open = ways.to_vec();
+            warnings(&found).iter().any(|told| told.contains("exports none (NVIDIA"))
+        };
+        let (open, closed) = ("NVIDIA UNIX Open Kernel Module for x86_64 580", "NVIDIA UNIX x86_64 Kernel Module 535");
+        assert!(warns(closed, &["dma-buf"], "auto") && warns(closed, &["dma-buf"], "gdr"));
+        assert!(!warns(closed, &["dma-buf", "nvidia_peermem"], "auto") && !warns(open, &["dma-buf"], "auto"));
+        assert!(!warns(closed, &["dma-buf"], "staging") && !warns(closed, &["dma-buf"], "host"));
     }
 
     #[test]
@@ -606,5 +652,29 @@ mod tests {
         without.pairs[0].rules = vec![Rule { from: 0, to: None, path: Way::Staging }];
         let told = warnings(&with_profile(&fake, &without.to_json(), &[])).join("\n");
         assert!(told.contains("measured without GPUDirect, which is open now"), "{told}");
+    }
+
+    /// On any newer kernel the NIC's part of a dma-buf is open; `bench paths` asked the GPU, too.
+    #[test]
+    fn a_profile_measured_without_gpudirect_is_followed_where_the_gpu_gives_no_dma_buf() {
+        let mut without = measured();
+        without.pairs[0].sizes[0].gdr = None;
+        without.pairs[0].rules = vec![Rule { from: 0, to: None, path: Way::Staging }];
+        let follows = |found: &Survey| {
+            let (near, told) = (path(found, "0000:83:00.0"), warnings(found).join("\n"));
+            assert!(
+                near.starts_with("staging (rule: profile /") && !told.contains("GPU 0000:83:00.0"),
+                "{near} {told}"
+            );
+        };
+        let closed = machine();
+        closed.put("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX x86_64 Kernel Module 535\n");
+        follows(&with_profile(&closed, &without.to_json(), &[]));
+        let fake = machine();
+        let mut asked = with_profile(&fake, &without.to_json(), &[]);
+        asked.exports = |_| Some(false);
+        follows(&asked);
+        asked.exports = |_| Some(true);
+        assert!(path(&asked, "0000:83:00.0").starts_with("GPUDirect (rule: "), "{}", path(&asked, "0000:83:00.0"));
     }
 }

@@ -203,17 +203,6 @@ impl Report {
             {
                 add(severity, &nic.name, text);
             }
-            if let Some(driver) = self.gpu_driver.as_ref().filter(|d| !d.open)
-                && nic.open == ["dma-buf"]
-                && self.pairs_of(&nic.name).any(|(pair, gpu)| (how.gdr)(pair) && !gpu.hidden)
-            {
-                let text = format!(
-                    "it takes GPU memory by dma-buf alone, and the GPU driver exports none ({}): that takes NVIDIA's open kernel \
-                     modules, or else nvidia_peermem; without either NCCL copies through host memory",
-                    driver.version
-                );
-                add(Severity::Warning, &nic.name, text);
-            }
             if how.relaxed_ordering && nic.relaxed_ordering == Some(false) {
                 add(
                     Severity::Note,
@@ -500,22 +489,6 @@ mod tests {
         };
         assert!(small(true).is_some_and(|t| t.starts_with("GPU 0000:c1:00.0: BAR1 has 256 MiB")));
         assert_eq!(small(false), None);
-    }
-
-    /// N48, N56.
-    #[test]
-    fn a_driver_that_exports_no_dma_buf_is_a_warning_where_nothing_else_is_open() {
-        let fake = Fake::new();
-        machine(&fake, 200.0);
-        let warns = |version: &str, ways: &[&'static str]| {
-            fake.put("proc/driver/nvidia/version", format!("NVRM version: {version}\n"));
-            let mut report = machine_again(&fake, 200.0);
-            report.nics[0].open = ways.to_vec();
-            found(&report, true).iter().any(|(s, t)| *s == Severity::Warning && t.contains("exports none (NVIDIA"))
-        };
-        let (open, closed) = ("NVIDIA UNIX Open Kernel Module for x86_64 580", "NVIDIA UNIX x86_64 Kernel Module 535");
-        assert!(warns(closed, &["dma-buf"]));
-        assert!(!warns(closed, &["dma-buf", "nvidia_peermem"]) && !warns(open, &["dma-buf"]));
     }
 
     #[test]

@@ -405,12 +405,12 @@ impl<P: Post> Receiver<P> {
     /// error state or gone.
     pub unsafe fn irecv_hinted(&mut self, buffer: &Buffer) -> Result<Option<u8>, Fault> {
         // SAFETY: alive by this function's contract.
-        let staged = unsafe { buffer.keys.as_ref() }.staged(buffer.size).is_some();
-        if staged || !self.takes_hints() {
+        let shadow = unsafe { buffer.keys.as_ref() }.staged(buffer.size);
+        if shadow.is_some_and(|shadow| shadow.takes_hinted(buffer.size)) || !self.takes_hints() {
             // What arrives is to be copied, or the peer tells of it.
             // SAFETY: this function's contract says more.
             let posted = unsafe { self.irecv(std::slice::from_ref(buffer)) }?;
-            if let (true, Some(_), Some(inbox)) = (staged, posted, &mut self.inbox) {
+            if let (Some(_), Some(_), Some(inbox)) = (shadow, posted, &mut self.inbox) {
                 inbox.is_flagged(slot(self.tail.wrapping_sub(1)));
             }
             return Ok(posted);
@@ -562,19 +562,22 @@ impl<P: Post> Receiver<P> {
             }
         }
         if self.inbox.is_some() {
-            self.land();
+            self.land()?;
         }
         Ok(())
     }
 
-    /// Counts what has been copied into GPU memory.
+    /// Counts what has been copied into GPU memory, and goes on with what waits to be.
     #[inline(never)]
-    fn land(&mut self) {
+    fn land(&mut self) -> Result<(), Fault> {
         while let Some(landing) = self.inbox.as_mut().and_then(|inbox| inbox.landed()) {
             self.requests[usize::from(landing.request)].left -= 1;
             // SAFETY: alive while its request is open, by irecv's contract.
             unsafe { landing.keys.as_ref() }.leave();
         }
+        let Some(inbox) = &mut self.inbox else { return Ok(()) };
+        // SAFETY: as in arrived_staged.
+        unsafe { inbox.go_on() }.map_err(|fault| self.stop(fault))
     }
 
     /// Whether copies can get done. Off the data path.

@@ -17,13 +17,15 @@
 //! * *Receiver*: its credit asks for portions ("piecewise"), also of a sender that does not stage. Their lengths are known as
 //!   they come, so what is contiguous from the start is copied as it grows. The ring entry is free when all is in the shadow,
 //!   the receive done when all is in GPU memory. So there are no hinted receives here: who would copy? And no flush: the
-//!   GPU's own copy engine wrote the data, in order with the mark that tells of it.
-//! * A connection that stages has 16 KiB more at the sender, 32 KiB at the receiver, from its first staged message on.
+//!   GPU's own copy engine wrote the data, in order with the mark that tells of it. By size means the size that is posted, which
+//!   is that of NCCL's slot (1 MiB with Simple, 600 KiB with LL128), whatever comes: the sender alone knows that. Where some
+//!   sizes are not staged, what is hinted never is: its latency counts, and it needs no completion.
+//! * A connection that stages has 16 KiB more at the sender, 42 KiB at the receiver, from its first staged message on.
 //! * *Flags*: what needs no completion (a hinted receive) is of LL128 here, whose reader looks for a flag at the end of each
-//!   line of 128 bytes and takes the line for whole then. A copy engine may write the flag first: it reads host memory in
-//!   completions of PCIe, which are whole to 64 bytes only. That is judged to be what was seen on an H200: 64 bytes wrong in
-//!   3 of 1 800 results. So such data are copied in two passes, flags last. Which receives these are, NCCL says
-//!   from version 9 of the interface on only, so there is no staging below.
+//!   line of 128 bytes and takes the line for whole then. Nobody promises that a copy engine writes lines whole: it reads host
+//!   memory in completions of PCIe, which are whole to 64 bytes only. An H200's was watched, and none was torn in 8.9e9 looks;
+//!   but there are others, and no difference in time was measured. So such data are copied in two passes, flags last. Which
+//!   receives these are, NCCL says from version 9 of the interface on only, so there is no staging below.
 //! * *Marks*: behind a copy the stream writes its ticket into a word of host memory. To ask how far the copies are is one
 //!   load.
 
@@ -57,6 +59,8 @@ pub struct CopyWr {
 /// What moves bytes between GPU and host memory for one connection, in one direction; the engine's is a CUDA stream, tests
 /// bring their own.
 pub trait Copier: Send + Sync + std::fmt::Debug {
+    /// Whether so many copies may be started. What many connections share has its bounds: who starts more may have to wait.
+    fn has_room(&self, copies: usize) -> bool;
     /// Starts copies, which are carried out in order.
     ///
     /// # Safety
@@ -88,6 +92,8 @@ pub struct Shadow {
     pub rkeys: [u32; MAX_RAILS],
     /// Messages that are staged, by bytes.
     pub sizes: Range<u64>,
+    /// The others go without a copy, and so does what is hinted, whatever its size.
+    pub mixed: bool,
     /// The connection's one.
     pub copier: Arc<dyn Copier>,
 }
@@ -97,6 +103,11 @@ impl Shadow {
     #[inline]
     pub(super) fn takes(&self, size: u64) -> bool {
         size > 0 && self.sizes.contains(&size)
+    }
+
+    /// The same of a hinted receive.
+    pub(super) fn takes_hinted(&self, size: u64) -> bool {
+        !self.mixed && self.takes(size)
     }
 
     #[inline]
@@ -141,7 +152,7 @@ impl Outbox {
     }
 
     pub(super) fn has_room(&self, pieces: usize) -> bool {
-        self.pieces.len() + pieces <= COPIES
+        self.pieces.len() + pieces <= COPIES && self.copier.has_room(pieces)
     }
 
     /// Starts the copies of these pieces from GPU memory.
@@ -201,7 +212,9 @@ impl Outbox {
 struct Assembly {
     gpu: u64,
     offset: u64,
-    /// Bytes from the start on whose copy was started, and the first portion that is not among them.
+    /// Bytes from the start on whose copy was started.
+    copied: u64,
+    /// Bytes from the start on that are there, and the first portion that is not among them.
     prefix: u64,
     next: u8,
     /// Its reader looks at flags in the data.
@@ -209,12 +222,17 @@ struct Assembly {
     lengths: [u32; MAX_PORTIONS],
 }
 
-/// A buffer whose last copy is under way.
+/// A buffer whose last copy is under way, or waits for room.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Landing {
     pub(super) request: u8,
     pub(super) keys: NonNull<Keys>,
-    ticket: u32,
+    /// That copy.
+    gpu: u64,
+    host: u64,
+    /// At most [`LARGEST`].
+    length: u32,
+    flagged: bool,
 }
 
 /// The receiver's part.
@@ -225,7 +243,9 @@ pub(super) struct Inbox {
     ticket: u32,
     /// By ring entry.
     parts: Box<[Assembly; RING]>,
+    /// In the order of their copies, of which so many at the end are not started.
     landings: VecDeque<Landing>,
+    waiting: usize,
 }
 
 impl Inbox {
@@ -237,6 +257,7 @@ impl Inbox {
             ticket: 0,
             parts: Box::new([Assembly::default(); RING]),
             landings: VecDeque::with_capacity(RECV_REQUESTS * MAX_GROUP),
+            waiting: 0,
         })
     }
 
@@ -250,8 +271,8 @@ impl Inbox {
         self.parts[place].flagged = true;
     }
 
-    /// A portion has arrived of a message of which `seen` are there; copies what is contiguous now. With the last one, of
-    /// which the receive is told by [`Self::landed`], all `bytes` must be.
+    /// A portion has arrived of a message of which `seen` are there; copies what is contiguous now, if there is room. With the
+    /// last one, of which the receive is told by [`Self::landed`], all `bytes` must be.
     ///
     /// # Safety
     /// As [`Copier::start`].
@@ -264,36 +285,50 @@ impl Inbox {
     ) -> Result<(), Fault> {
         let part = &mut self.parts[place];
         part.lengths[usize::from(portion)] = length;
-        let from = part.prefix;
         while usize::from(part.next) < MAX_PORTIONS && seen >> part.next & 1 == 1 {
             part.prefix += u64::from(part.lengths[usize::from(part.next)]);
             part.next += 1;
         }
-        let mut mark = None;
+        let gpu = part.gpu.wrapping_add(part.copied);
+        let (host, length, flagged) = (gpu.wrapping_add(part.offset), part.prefix - part.copied, part.flagged);
         if let Some((request, keys, bytes)) = last {
             if part.prefix != bytes {
                 return Err(Fault::Protocol(format!("the peer sent portions with gaps ({seen:#b})")));
             }
-            self.ticket = self.ticket.wrapping_add(1);
-            mark = Some(self.ticket);
-            self.landings.push_back(Landing { request, keys, ticket: self.ticket });
+            // The ring entry may be used again at once, so all that the copy takes is here.
+            let length = u32::try_from(length).unwrap_or(u32::MAX);
+            self.landings.push_back(Landing { request, keys, gpu, host, length, flagged });
+            self.waiting += 1;
+            // SAFETY: the caller's promise.
+            return unsafe { self.go_on() };
         }
-        let gpu = part.gpu.wrapping_add(from);
-        let copy = CopyWr {
-            gpu,
-            host: gpu.wrapping_add(part.offset),
-            length: part.prefix - from,
-            flagged: part.flagged,
-            mark,
-        };
-        if copy.length == 0 && mark.is_none() {
+        // Without room it goes with a later one. Those that wait are whole, and older.
+        if length == 0 || self.waiting > 0 || !self.copier.has_room(1) {
             return Ok(());
         }
+        part.copied = part.prefix;
+        let copy = CopyWr { gpu, host, length, flagged, mark: None };
         // SAFETY: the caller's promise.
         unsafe { self.copier.start(&[copy]) }.map_err(Fault::Copy)
     }
 
-    /// Buffers whose last copy is under way.
+    /// Starts the copies that wait for room, as far as there is some.
+    ///
+    /// # Safety
+    /// As [`Copier::start`].
+    pub(super) unsafe fn go_on(&mut self) -> Result<(), Fault> {
+        while self.waiting > 0 && self.copier.has_room(1) {
+            let Landing { gpu, host, length, flagged, .. } = self.landings[self.landings.len() - self.waiting];
+            self.waiting -= 1;
+            self.ticket = self.ticket.wrapping_add(1);
+            let copy = CopyWr { gpu, host, length: length.into(), flagged, mark: Some(self.ticket) };
+            // SAFETY: the caller's promise.
+            unsafe { self.copier.start(&[copy]) }.map_err(Fault::Copy)?;
+        }
+        Ok(())
+    }
+
+    /// Buffers whose last copy is under way, or waits for room.
     pub(super) fn landings(&self) -> impl ExactSizeIterator<Item = &Landing> {
         self.landings.iter()
     }
@@ -301,8 +336,11 @@ impl Inbox {
     /// The next buffer that has landed.
     #[inline]
     pub(super) fn landed(&mut self) -> Option<Landing> {
-        let first = self.landings.front()?;
-        if !is_reached(first.ticket, self.copier.reached()) {
+        // At most as many as there are receives.
+        #[expect(clippy::cast_possible_truncation, reason = "see above")]
+        let started = (self.landings.len() - self.waiting) as u32;
+        let first = self.ticket.wrapping_sub(started).wrapping_add(1);
+        if started == 0 || !is_reached(first, self.copier.reached()) {
             return None;
         }
         self.landings.pop_front()
@@ -316,7 +354,7 @@ mod tests {
     #[test]
     fn it_takes_no_more_than_is_told() {
         assert!(COPIES * size_of::<Piece>() <= 16 << 10);
-        assert!(RING * size_of::<Assembly>() + RECV_REQUESTS * MAX_GROUP * size_of::<Landing>() <= 32 << 10);
+        assert!(RING * size_of::<Assembly>() + RECV_REQUESTS * MAX_GROUP * size_of::<Landing>() <= 42 << 10);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::rc::Rc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use proptest::prelude::*;
@@ -186,9 +186,15 @@ struct Late {
     queue: Mutex<VecDeque<CopyWr>>,
     reached: AtomicU32,
     bytes: AtomicU64,
+    /// Others have taken all room.
+    full: AtomicBool,
 }
 
 impl Copier for Late {
+    fn has_room(&self, _: usize) -> bool {
+        !self.full.load(Ordering::Relaxed)
+    }
+
     unsafe fn start(&self, copies: &[CopyWr]) -> Result<(), String> {
         self.queue.lock().expect("no panic").extend(copies);
         Ok(())
@@ -208,6 +214,10 @@ impl Copier for Late {
 struct Broken;
 
 impl Copier for Broken {
+    fn has_room(&self, _: usize) -> bool {
+        true
+    }
+
     unsafe fn start(&self, _: &[CopyWr]) -> Result<(), String> {
         Err("no such GPU".to_owned())
     }
@@ -259,6 +269,7 @@ impl Memory {
                 lkeys: [3; MAX_RAILS],
                 rkeys: [4; MAX_RAILS],
                 sizes,
+                mixed: false,
                 copier: Arc::<Late>::clone(copier),
             });
         }
@@ -1211,6 +1222,77 @@ fn a_sender_whose_copies_are_late_answers_again() {
     }
 }
 
+/// NCCL posts the size of its slot for 8 bytes of LL, too: by that they would all be staged, and wait for a completion.
+#[test]
+fn what_is_hinted_is_staged_only_where_all_is() {
+    let copier = Late::new(true);
+    for mixed in [false, true] {
+        let mut p = pair(1, 1, 1, 1 << 20);
+        let mut to = Memory::new(vec![0; 5000], None, 0..0);
+        let shadow = Shadow {
+            offset: 64,
+            lkeys: [3; MAX_RAILS],
+            rkeys: [4; MAX_RAILS],
+            sizes: 4096..u64::MAX,
+            mixed,
+            copier: Arc::<Late>::clone(&copier),
+        };
+        *to.keys = Keys::new([1; MAX_RAILS], [2; MAX_RAILS], false).staged_by(shadow);
+        let b = buffer(&mut to.bytes, &to.keys);
+        // SAFETY: nothing is sent.
+        let hinted = unsafe { p.receiver.irecv_hinted(&b) }.expect("no fault").expect("room");
+        let done = p.receiver.test(hinted).expect("no fault") == RecvProgress::Done { sizes: &[5000] };
+        assert_eq!((done, to.keys.hinted_in_flight()), (mixed, u32::from(mixed)));
+        let other = receive(&mut p, &mut to);
+        assert_eq!(p.receiver.test(other).expect("no fault"), RecvProgress::Pending, "by the size that is posted");
+    }
+}
+
+/// A GPU's streams are those of all connections: where they are full, the driver would block.
+#[test]
+fn copies_that_find_no_room_are_started_later() {
+    let copiers = [Late::new(false), Late::new(true)];
+    let mut p = pair(1, 1, 1, 1 << 20);
+    let from = Memory::new((0..5000).map(|i| byte(1, i)).collect(), Some(&copiers[0]), 1..u64::MAX);
+    let mut to = [(); 3].map(|()| Memory::new(vec![0; 5000], Some(&copiers[1]), 1..u64::MAX));
+    let mut rng = Rng(5);
+    let full = |end: usize, full| copiers[end].full.store(full, Ordering::Relaxed);
+    let receives: Vec<u8> = to.iter_mut().map(|to| receive(&mut p, to)).collect();
+    while p.net.borrow_mut().step(&mut rng) {}
+    full(0, true);
+    assert_eq!(send(&mut p, &from).expect("no fault"), None);
+    assert_eq!((p.sender.owed().bytes, p.sender.owes(0), from.keys.in_flight()), (0, false, 0), "nothing was taken");
+    full(0, false);
+    full(1, true);
+    let sends: Vec<u8> = to.iter().map(|_| send(&mut p, &from).expect("no fault").expect("room")).collect();
+    while copiers[0].step() {}
+    for s in sends {
+        while p.sender.test(s).expect("no fault") == SendProgress::Pending {
+            p.net.borrow_mut().step(&mut rng);
+        }
+    }
+    while p.net.borrow_mut().step(&mut rng) {}
+    for &r in &receives {
+        assert_eq!(p.receiver.test(r).expect("no fault"), RecvProgress::Pending);
+    }
+    assert!(!copiers[1].step() && p.receiver.open() == 0, "all is there, nothing is copied");
+    assert_eq!(p.receiver.copying(), Copying { reached: 0, copies: 3, bytes: 15_000 });
+    // The ring entries are used again meanwhile.
+    let mut later = Memory::new(vec![0; 5000], Some(&copiers[1]), 1..u64::MAX);
+    let group = [(); MAX_GROUP].map(|()| buffer(&mut later.bytes, &later.keys));
+    for _ in 0..RING / MAX_GROUP {
+        // SAFETY: the memory stays until the end of this test.
+        unsafe { p.receiver.irecv(&group) }.expect("no fault").expect("room");
+    }
+    full(1, false);
+    for (&r, to) in receives.iter().zip(&to) {
+        while p.receiver.test(r).expect("no fault") == RecvProgress::Pending {
+            copiers[1].step();
+        }
+        assert_eq!((&to.bytes, to.keys.in_flight()), (&from.bytes, 0));
+    }
+}
+
 /// NCCL frees what a send that is done was sent from.
 #[test]
 fn a_send_that_the_closed_peer_does_not_need_is_done_when_its_copy_is() {
@@ -1239,6 +1321,7 @@ fn a_copy_that_is_refused_ends_the_connection() {
         lkeys: [3; MAX_RAILS],
         rkeys: [4; MAX_RAILS],
         sizes: 1..u64::MAX,
+        mixed: false,
         copier: Arc::new(Broken),
     };
     let broken = |bytes| {

@@ -7,13 +7,16 @@
 //! thread minds stream captures. A copy of host memory that is not pinned, or of GPU memory that is not there or was freed, ends
 //! the process, at its start, when it is carried out and at its end: it would have spoilt someone's memory. A stream
 //! of the primary context never runs, as in a program whose other streams wait for NCCL's kernel; but for those of
-//! cuStreamCreate, which are the program's own and may copy from and to any host memory.
+//! cuStreamCreate, which are the program's own and may copy from and to any host memory. A stream takes so many operations; who
+//! brings more waits for room, as whoever lets go of pinned memory or of a context waits for its streams.
+//!
+//! Tests break it as they go: [`stand_in_fail`], [`stand_in_rest`], [`stand_in_hang`], [`stand_in_break`].
 //!
 //! | variable | |
 //! |---|---|
 //! | `CUDA_STAND_IN_DELAY` | rest before a copy: at most so many µs, at least half of it; in the midst and at the end of one to the GPU a quarter each |
 //! | `CUDA_STAND_IN_SEED` | of these rests; without it they differ from process to process |
-//! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED` |
+//! | `CUDA_STAND_IN_LACKS` | a call that answers `CUDA_ERROR_NOT_SUPPORTED`; dma-buf: its memory is not exported |
 #![allow(non_snake_case, reason = "the driver's names")]
 
 use std::cell::{Cell, RefCell};
@@ -31,6 +34,7 @@ const SUCCESS: CUresult = 0;
 const INVALID_VALUE: CUresult = 1;
 const INVALID_CONTEXT: CUresult = 201;
 const NOT_READY: CUresult = 600;
+const ILLEGAL_ADDRESS: CUresult = 700;
 const NOT_SUPPORTED: CUresult = 801;
 const CAPTURE_UNSUPPORTED: CUresult = 900;
 
@@ -45,6 +49,8 @@ struct Range {
     length: u64,
     view: u64,
     vmm: bool,
+    /// Of pinned memory: for which it is.
+    context: usize,
 }
 
 #[derive(Default)]
@@ -71,9 +77,83 @@ thread_local! {
     static CONTEXTS: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
+/// What a call does before all else.
+#[derive(Clone, Copy)]
+enum Trick {
+    /// Answers so.
+    Fail(CUresult),
+    /// Takes so long, with no lock held.
+    Rest(Duration),
+}
+
+/// By call, and for how many calls.
+static TRICKS: Mutex<Vec<(String, Trick, c_int)>> = Mutex::new(Vec::new());
+
+/// # Safety
+/// The name is a C string.
+unsafe fn play(call: *const c_char, trick: Trick, times: c_int) {
+    // SAFETY: the caller's promise.
+    let call = unsafe { std::ffi::CStr::from_ptr(call) }.to_string_lossy().into_owned();
+    TRICKS.lock().unwrap_or_else(PoisonError::into_inner).push((call, trick, times));
+}
+
+/// The next calls of this name, so many, answer so.
+///
+/// # Safety
+/// The name is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_fail(call: *const c_char, result: c_int, times: c_int) {
+    // SAFETY: the caller's promise.
+    unsafe { play(call, Trick::Fail(result), times) };
+}
+
+/// The next calls of this name, so many, rest for so many milliseconds.
+///
+/// # Safety
+/// The name is a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_rest(call: *const c_char, ms: c_int, times: c_int) {
+    let rest = Duration::from_millis(u64::try_from(ms).unwrap_or(0));
+    // SAFETY: the caller's promise.
+    unsafe { play(call, Trick::Rest(rest), times) };
+}
+
+/// Contexts up to this one have failed.
+static BROKEN: AtomicUsize = AtomicUsize::new(0);
+
+/// All contexts fail that there are: what is in their streams is not carried out, and each call is refused.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_break() {
+    BROKEN.store(handle(), Ordering::Release);
+}
+
+fn is_broken(context: usize) -> bool {
+    context > PRIMARY && context <= BROKEN.load(Ordering::Acquire)
+}
+
 /// What this call answers without looking further.
 fn refusal(call: &str) -> Option<CUresult> {
-    std::env::var("CUDA_STAND_IN_LACKS").is_ok_and(|lacks| lacks == call).then_some(NOT_SUPPORTED)
+    if std::env::var("CUDA_STAND_IN_LACKS").is_ok_and(|lacks| lacks == call) {
+        return Some(NOT_SUPPORTED);
+    }
+    let trick = {
+        let mut tricks = TRICKS.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = tricks.iter_mut().find(|(name, _, times)| name == call && *times > 0);
+        found.map(|(_, trick, times)| {
+            *times -= 1;
+            *trick
+        })
+    };
+    match trick {
+        Some(Trick::Fail(result)) => return Some(result),
+        Some(Trick::Rest(time)) => std::thread::sleep(time),
+        None => {}
+    }
+    let of_context = ["cuMemHost", "cuMemcpy", "cuStream"].iter().any(|start| call.starts_with(start));
+    (of_context && current().is_some_and(is_broken)).then_some(ILLEGAL_ADDRESS)
 }
 
 /// `CUDA_MEMCPY2D`, of which what is not from host to GPU memory is not looked at.
@@ -98,8 +178,14 @@ pub struct Copy2d {
     height: usize,
 }
 
-/// Contexts that were made.
+/// Contexts that were made, that there are, and that there were at most.
 static MADE: AtomicU64 = AtomicU64::new(0);
+static LIVE: AtomicU64 = AtomicU64::new(0);
+static PEAK: AtomicU64 = AtomicU64::new(0);
+/// Operations that a stream takes.
+const QUEUE: u64 = 1024;
+/// As many were in a stream at most.
+static LONGEST: AtomicU64 = AtomicU64::new(0);
 const PRIMARY: usize = 1;
 /// In the place of its context, for a stream of the program.
 const PROGRAM: usize = 0;
@@ -178,8 +264,12 @@ fn start(context: usize) -> Stream {
             }
         }
         for item in todo {
-            while HANGS.load(Ordering::Relaxed) {
+            while HANGS.load(Ordering::Relaxed) && !is_broken(context) {
                 std::thread::sleep(Duration::from_millis(1));
+            }
+            if is_broken(context) {
+                count.fetch_sub(1, Ordering::AcqRel);
+                continue;
             }
             match item {
                 Work::Copy { device, host, length, to_device } => {
@@ -254,10 +344,23 @@ fn copy(handle: usize, device: u64, host: u64, length: u64, to_device: bool) -> 
 }
 
 fn submit(handle: usize, work: Work) -> CUresult {
-    let streams = streams();
-    let Some(stream) = streams.get(&handle) else { return INVALID_VALUE };
-    stream.left.fetch_add(1, Ordering::AcqRel);
-    if stream.work.send(work).is_ok() { SUCCESS } else { INVALID_VALUE }
+    let (left, work_of) = match streams().get(&handle) {
+        Some(stream) => (Arc::clone(&stream.left), stream.work.clone()),
+        None => return INVALID_VALUE,
+    };
+    while left.load(Ordering::Acquire) >= QUEUE {
+        std::thread::yield_now();
+    }
+    LONGEST.fetch_max(left.fetch_add(1, Ordering::AcqRel) + 1, Ordering::AcqRel);
+    if work_of.send(work).is_ok() { SUCCESS } else { INVALID_VALUE }
+}
+
+/// The streams of a context are idle.
+fn settled(context: usize) {
+    let busy = |stream: &Stream| stream.context == context && stream.left.load(Ordering::Acquire) > 0;
+    while streams().values().any(busy) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 macro_rules! write {
@@ -301,7 +404,7 @@ pub unsafe extern "C" fn stand_in_alloc(length: usize, vmm: c_int) -> u64 {
     // A page between two allocations.
     let offset = USED.fetch_add(length + 4096, Ordering::Relaxed);
     let Some((device, view)) = memory().filter(|_| offset + length <= MEMORY) else { return 0 };
-    state().device.insert(device + offset, Range { length, view: view + offset, vmm: vmm != 0 });
+    state().device.insert(device + offset, Range { length, view: view + offset, vmm: vmm != 0, context: 0 });
     device + offset
 }
 
@@ -351,6 +454,24 @@ pub unsafe extern "C" fn stand_in_hang(hang: c_int) {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stand_in_contexts() -> u64 {
     MADE.load(Ordering::Relaxed)
+}
+
+/// Contexts that there were at once, at most.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_contexts_at_once() -> u64 {
+    PEAK.load(Ordering::Relaxed)
+}
+
+/// Operations that were in a stream at once, at most.
+///
+/// # Safety
+/// None is needed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn stand_in_longest() -> u64 {
+    LONGEST.load(Ordering::Relaxed)
 }
 
 macro_rules! driver {
@@ -411,6 +532,7 @@ driver! {
         }
         let new = handle();
         MADE.fetch_add(1, Ordering::Relaxed);
+        PEAK.fetch_max(LIVE.fetch_add(1, Ordering::AcqRel) + 1, Ordering::AcqRel);
         CONTEXTS.with_borrow_mut(|all| all.push(new));
         write!(context, new)
     }
@@ -427,6 +549,8 @@ driver! {
             drop(stream.work);
             let _ = stream.thread.join();
         }
+        state().pinned.retain(|_, range| range.context != context);
+        LIVE.fetch_sub(1, Ordering::AcqRel);
         SUCCESS
     }
 
@@ -517,10 +641,12 @@ driver! {
     }
 
     fn cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, _device: c_int) {
-        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED; of all others it has none.
+        // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, _DMA_BUF_SUPPORTED; of all others
+        // it has none.
         write!(value, match attribute {
             75 => 9,
             102 => 1,
+            124 => c_int::from(std::env::var("CUDA_STAND_IN_LACKS").as_deref() != Ok("dma-buf")),
             _ => 0,
         })
     }
@@ -537,15 +663,16 @@ driver! {
         if MODE.get() != RELAXED {
             return CAPTURE_UNSUPPORTED;
         }
-        if current().is_none() {
-            return INVALID_CONTEXT;
-        }
+        let Some(context) = current() else { return INVALID_CONTEXT };
         let address = address as u64;
-        state().pinned.insert(address, Range { length: length as u64, view: address, vmm: false });
+        state().pinned.insert(address, Range { length: length as u64, view: address, vmm: false, context });
         SUCCESS
     }
 
     fn cuMemHostUnregister(address: *mut c_void) {
+        if let Some(context) = current() {
+            settled(context);
+        }
         if state().pinned.remove(&(address as u64)).is_some() { SUCCESS } else { INVALID_VALUE }
     }
 

@@ -4,6 +4,8 @@
 #[cfg(test)]
 mod alive;
 #[cfg(test)]
+mod copies;
+#[cfg(test)]
 #[path = "../cuda/mod.rs"]
 mod cuda;
 #[cfg(test)]

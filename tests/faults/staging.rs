@@ -12,7 +12,7 @@ use crate::cuda;
 use crate::plugin::{CUDA, Comm, DMABUF, HOST, Plugin, forget_lines, infos, pattern, warnings, warnings_with};
 use crate::rig::{Setting, alone, host, roce, until};
 
-const STAGING: (&str, &str) = ("NCCL_NET_RDMA_GPU_PATH", "staging");
+pub(crate) const STAGING: (&str, &str) = ("NCCL_NET_RDMA_GPU_PATH", "staging");
 const PEERMEM_ON: (&str, &str) = ("NCCL_NET_RDMA_PEERMEM", "on");
 const STRICT: (&str, &str) = ("NCCL_NET_RDMA_STRICT", "1");
 const TAKES_DMABUF: &str = "gpu_dmabuf = true";
@@ -21,12 +21,12 @@ fn driver() -> (&'static str, &'static str) {
     ("LD_LIBRARY_PATH", cuda::folder())
 }
 
-fn fabric(device: &str) -> String {
+pub(crate) fn fabric(device: &str) -> String {
     host("a", &[roce("soft0", "10.0.0.1", device, "")])
 }
 
 /// A function of the stand-in.
-fn of_driver<T: Copy>(name: &std::ffi::CStr) -> T {
+pub(crate) fn of_driver<T: Copy>(name: &std::ffi::CStr) -> T {
     // SAFETY: a C string; the plugin or this test has loaded it.
     let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
     // SAFETY: a live library and a C string.
@@ -37,13 +37,13 @@ fn of_driver<T: Copy>(name: &std::ffi::CStr) -> T {
     unsafe { std::mem::transmute_copy(&found) }
 }
 
-fn count(name: &std::ffi::CStr) -> u64 {
+pub(crate) fn count(name: &std::ffi::CStr) -> u64 {
     let count: unsafe extern "C" fn() -> u64 = of_driver(name);
     // SAFETY: only looks.
     unsafe { count() }
 }
 
-fn pinned() -> u64 {
+pub(crate) fn pinned() -> u64 {
     count(c"stand_in_pinned")
 }
 
@@ -77,18 +77,18 @@ impl Gpu {
         unsafe { free(self.at as u64) };
     }
 
-    fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         // SAFETY: as long as this.
         unsafe { std::slice::from_raw_parts(self.view, self.len) }.to_vec()
     }
 
-    fn fill(&self, bytes: &[u8]) {
+    pub(crate) fn fill(&self, bytes: &[u8]) {
         assert!(bytes.len() <= self.len);
         // SAFETY: as above.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.view, bytes.len()) };
     }
 
-    fn part(&self, len: usize) -> (*mut c_void, usize) {
+    pub(crate) fn part(&self, len: usize) -> (*mut c_void, usize) {
         (self.at, len)
     }
 
