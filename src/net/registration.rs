@@ -332,7 +332,7 @@ impl Comm {
         }
         let direct = match self.direct(address, length, dmabuf) {
             Ok(direct) => direct,
-            Err(refused) if !choice.fall_back => return Err(refused.told()),
+            Err(refused) if choice.gpu_memory && !choice.fall_back => return Err(refused.told()),
             Err(refused) => {
                 return self.instead(
                     refused,
@@ -411,7 +411,13 @@ impl Comm {
         let choice = base.paths.choice(address);
         if !choice.gpu_memory && base.ports.iter().any(|port| port.gpu.any()) {
             let port = &base.ports[0];
-            return Err(Refused { port, error: cannot(port, "GPU memory", &choice.rule) });
+            // It was told that the NIC takes host memory, but from 2.30 on it takes its own IB code's word, and would end the job.
+            let why = format!(
+                "{} (NCCL asks nevertheless: from 2.30 on it goes by its own IB code; NCCL_NET_GDR_LEVEL=LOC on this rank \
+                 has it use host memory)",
+                choice.rule
+            );
+            return Err(Refused { port, error: cannot(port, "GPU memory", &why) });
         }
         let access = self.access(self.flushes(Memory::Gpu));
         if let Some((fd, offset)) = dmabuf {

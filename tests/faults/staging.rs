@@ -193,7 +193,36 @@ fn host_is_host_whatever_is_open() {
         assert_eq!(plugin.properties(0).ptr_support, HOST);
         let pair = plugin.pair(0, 0);
         let data = pattern(100);
-        refused(&plugin.reg_mr_as(pair.1, &data, CUDA), &["soft0:1 can't register GPU memory", "GPU_PATH=host"]);
+        let parts = ["soft0:1 can't register GPU memory", "GPU_PATH=host", "NCCL_NET_GDR_LEVEL=LOC", "there is no staging"];
+        refused(&plugin.reg_mr_as(pair.1, &data, CUDA), &parts);
+        plugin.close(pair);
+    });
+}
+
+/// NCCL 2.30 and newer may come with GPU memory although it was told otherwise: the job goes on.
+#[test]
+fn gpu_memory_that_comes_although_host_was_said_is_staged() {
+    let env = [("NCCL_NET_RDMA_GPU_PATH", "host"), PEERMEM_ON, driver()];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        assert_eq!(plugin.properties(0).ptr_support, HOST);
+        let pair = plugin.pair(0, 0);
+        let gpu = Gpu::new(4096);
+        let memory = gpu.register(&plugin, pair.1).unwrap();
+        let told = warnings_with("GPU memory goes by staging instead");
+        assert!(told.len() == 1 && told[0].contains("NCCL_NET_GDR_LEVEL=LOC"), "{:#?}", warnings());
+        plugin.dereg_mr(pair.1, memory);
+        plugin.close(pair);
+    });
+}
+
+#[test]
+fn strictly_host_takes_no_gpu_memory() {
+    let env = [("NCCL_NET_RDMA_GPU_PATH", "host"), PEERMEM_ON, driver(), ("NCCL_NET_RDMA_STRICT", "1")];
+    alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
+        let plugin = Plugin::started();
+        let pair = plugin.pair(0, 0);
+        refused(&Gpu::new(4096).register(&plugin, pair.1), &["can't register GPU memory", "NCCL_NET_RDMA_STRICT is set"]);
         plugin.close(pair);
     });
 }

@@ -321,8 +321,9 @@ impl Setting {
                 ("NCCL_NET_RDMA_PEERMEM", "off"),
                 ("NCCL_NET_RDMA_GPU_PATH", "{staging|gdr}"),
             ]),
+            // From 2.30 on NCCL does not go by what the plugin says of a NIC that it knows itself.
             GpuPath::MixHost => {
-                env.extend([("NCCL_NET_GDR_LEVEL", "SYS"), ("NCCL_NET_RDMA_GPU_PATH", "{staging|host}")]);
+                env.extend([("NCCL_NET_GDR_LEVEL", "{SYS|LOC}"), ("NCCL_NET_RDMA_GPU_PATH", "{staging|host}")]);
             }
             GpuPath::Auto => {}
         }
