@@ -193,7 +193,8 @@ fn host_is_host_whatever_is_open() {
         assert_eq!(plugin.properties(0).ptr_support, HOST);
         let pair = plugin.pair(0, 0);
         let data = pattern(100);
-        let parts = ["soft0:1 can't register GPU memory", "GPU_PATH=host", "NCCL_NET_GDR_LEVEL=LOC", "there is no staging"];
+        let parts =
+            ["soft0:1 can't register GPU memory", "GPU_PATH=host", "NCCL_NET_GDR_LEVEL=LOC", "there is no staging"];
         refused(&plugin.reg_mr_as(pair.1, &data, CUDA), &parts);
         plugin.close(pair);
     });
@@ -222,7 +223,10 @@ fn strictly_host_takes_no_gpu_memory() {
     alone(&Setting { fabric: Some(&fabric(TAKES_DMABUF)), env: &env }, |_| {
         let plugin = Plugin::started();
         let pair = plugin.pair(0, 0);
-        refused(&Gpu::new(4096).register(&plugin, pair.1), &["can't register GPU memory", "NCCL_NET_RDMA_STRICT is set"]);
+        refused(
+            &Gpu::new(4096).register(&plugin, pair.1),
+            &["can't register GPU memory", "NCCL_NET_RDMA_STRICT is set"],
+        );
         plugin.close(pair);
     });
 }
