@@ -413,7 +413,7 @@ impl Comm {
             let port = &base.ports[0];
             // It was told that the NIC takes host memory, but from 2.30 on it takes its own IB code's word, and would end the job.
             let why = format!(
-                "{} (NCCL asks nevertheless: from 2.30 on it goes by its own IB code; NCCL_NET_GDR_LEVEL=LOC on this rank \
+                "{} (NCCL asks nevertheless: from 2.30 on it goes by its own IB code, unless NCCL_NET_GDR_LEVEL=LOC on this rank \
                  has it use host memory)",
                 choice.rule
             );
