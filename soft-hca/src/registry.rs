@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, Once, PoisonError};
 
 pub(crate) const SLOTS: u32 = 1 << 10;
-const MAGIC: u64 = u64::from_le_bytes(*b"softhca1");
+const MAGIC: u64 = u64::from_le_bytes(*b"softhca2");
 
 // Layout of a slot file; `shm` has the sleep word at 20.
 const GENERATION: usize = 8;

@@ -705,10 +705,13 @@ fn open_gpu(context: &Context, gpu: u8) -> Result<(), c_int> {
     if !context.adapter.is_threaded() {
         return Err(libc::EOPNOTSUPP);
     }
+    // One at a time, or two threads would make two contexts on the GPU, of which one stays unused. Without the world's lock:
+    // it takes a while.
+    static OPENING: std::sync::Mutex<()> = std::sync::Mutex::new(());
+    let _opening = OPENING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if context.world().gpu.is_open(gpu) {
         return Ok(());
     }
-    // Without the lock: it takes a while.
     let copier = gpu::open(gpu).map_err(|error| {
         eprintln!("soft-hca: GPU {gpu} cannot be used: {error}");
         libc::EIO

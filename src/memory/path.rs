@@ -338,7 +338,7 @@ impl Choices {
 impl Choice {
     /// The way of another one, and why.
     fn following(&self, other: &Self, why: &str) -> Self {
-        Self { rule: format!("{}; but {why}", self.rule), ..other.clone() }
+        Self { rule: format!("{}, but {why}", self.rule), ..other.clone() }
     }
 }
 
@@ -541,7 +541,7 @@ mod tests {
         assert_eq!(paths.nic().rule, "GPUDirect is open (dma-buf)", "of no GPU");
         assert_eq!(paths.gpu("0000:C1:00.0").rule, "GPUDirect is open (dma-buf), distance PXB");
         let led = paths.gpu("0000:1B:00.0");
-        assert!(led.gdr && led.rule.ends_with("; but this NIC takes GPU memory, for GPU 0000:c1:00.0"), "{led}");
+        assert!(led.gdr && led.rule.ends_with(", but this NIC takes GPU memory, for GPU 0000:c1:00.0"), "{led}");
         assert_eq!(paths.gpu("0000:ff:00.0"), paths.nic());
         let alone = decide(std::slice::from_ref(&measured));
         assert!(!alone.nic().gpu_memory && !alone.differ() && alone.nic() == alone.gpu("0000:1b:00.0"));
@@ -567,7 +567,7 @@ mod tests {
             let paths = Choices::decide(GpuPath::Auto, &OPEN, &[second.clone(), measured.clone()]);
             assert!(!paths.nic().gpu_memory && !paths.differ(), "{second:?}");
             let led = paths.gpu("b");
-            assert!(led.rule.ends_with("; but this NIC takes no GPU memory, for GPU a"), "{led}");
+            assert!(led.rule.ends_with(", but this NIC takes no GPU memory, for GPU a"), "{led}");
         }
         // With nothing better to go by, they do.
         let far = [other(Distance::Sys, false, "NVIDIA H200")];

@@ -236,7 +236,7 @@ impl Base {
             Fault::Copy(text) => NetError::new(
                 Code::System,
                 format!(
-                    "a copy between GPU and host memory failed: {text}; connection to peer {}; NCCL_NET_RDMA_GPU_PATH=host does \
+                    "a copy between GPU and host memory failed: {text}; connection to peer {}; NCCL_NET_GDR_LEVEL=LOC does \
                      without",
                     self.peer
                 ),
@@ -289,7 +289,7 @@ impl Base {
             format!(
                 "copies between {} and host memory have not gone on for {:.1} s: {} under way, for {} bytes, and the driver \
                  reports no error; connection to peer {}; look at nvidia-smi and for Xid errors in the kernel's log; \
-                 NCCL_NET_RDMA_GPU_PATH=host does without copies",
+                 NCCL_NET_GDR_LEVEL=LOC does without copies",
                 self.paths.gpu(),
                 waited.as_secs_f64(),
                 copying.copies,

@@ -457,7 +457,7 @@ impl Comm {
             let gpu = gpu::describe(address).unwrap_or_else(|| "GPU memory".to_owned());
             let text = format!(
                 "staging: {why}; {length} bytes at {address:#x} of {gpu}, by {port:?}, for peer {}; \
-                 NCCL_NET_RDMA_GPU_PATH=host does without staging",
+                 NCCL_NET_GDR_LEVEL=LOC does without staging",
                 base.peer
             );
             Refused { port, error: NetError::new(code, text) }

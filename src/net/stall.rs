@@ -123,7 +123,7 @@ impl Calls {
         let Found::Stalled(waited) = self.vigil.look(owed) else { return None };
         let text = format!(
             "the driver has not returned from starting a copy between {} and host memory for {:.1} s, and NCCL's thread waits for \
-             it; connection to peer {}; look at nvidia-smi and for Xid errors in the kernel's log; NCCL_NET_RDMA_GPU_PATH=host \
+             it; connection to peer {}; look at nvidia-smi and for Xid errors in the kernel's log; NCCL_NET_GDR_LEVEL=LOC \
              does without copies",
             self.gpu,
             waited.as_secs_f64(),

@@ -224,7 +224,7 @@ impl Report {
             {
                 let text = format!(
                     "BAR1 has {}, and all GPU memory that is registered with NICs must fit it: Resizable BAR or Above 4G \
-                     Decoding in the firmware's setup may enlarge it; NCCL_NET_RDMA_GPU_PATH=host does without",
+                     Decoding in the firmware's setup may enlarge it; NCCL_NET_GDR_LEVEL=LOC does without",
                     size(bytes)
                 );
                 add(Severity::Warning, &about, text);

@@ -634,6 +634,9 @@ impl<P: Post> Receiver<P> {
         if !slot.is_whole(imm) {
             return Ok(());
         }
+        if u32::from(slot.seen) + 1 != 1 << imm.portions {
+            return Err(self.refuse_gaps(place));
+        }
         slot.state = Entry::Free;
         self.open -= 1;
         let request = &mut self.requests[usize::from(slot.request)];
@@ -780,6 +783,12 @@ impl<P: Post> Receiver<P> {
     #[cold]
     fn refuse_imm(&mut self, imm: Option<u32>) -> Fault {
         self.refuse(format_args!("a message with the immediate {imm:?}"))
+    }
+
+    #[cold]
+    fn refuse_gaps(&mut self, place: usize) -> Fault {
+        let seen = self.slots[place].seen;
+        self.refuse(format_args!("portions with gaps ({seen:#b})"))
     }
 
     #[cold]

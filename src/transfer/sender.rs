@@ -243,6 +243,8 @@ impl<P: Post> Sender<P> {
         if !self.reserve_one(&portion) {
             self.poll()?;
             if !self.reserve_one(&portion) {
+                // Or tries in vain would leave all that comes to every other QP.
+                self.next_qp = portion.qp;
                 return Ok(None);
             }
         }

@@ -160,7 +160,8 @@ impl Outbox {
     /// # Safety
     /// As [`Copier::start`].
     pub(super) unsafe fn start(&mut self, pieces: &[Piece], offset: u64) -> Result<(), Fault> {
-        debug_assert!(self.has_room(pieces.len()) && pieces.len() <= MAX_PORTIONS);
+        // The stream's own room may have gone to another connection since it was looked at.
+        debug_assert!(self.pieces.len() + pieces.len() <= COPIES && pieces.len() <= MAX_PORTIONS);
         let mut copies = [CopyWr { gpu: 0, host: 0, length: 0, flagged: false, mark: None }; MAX_PORTIONS];
         for (copy, piece) in copies.iter_mut().zip(pieces) {
             self.ticket = self.ticket.wrapping_add(1);

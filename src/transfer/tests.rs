@@ -1347,12 +1347,15 @@ fn a_copy_that_is_refused_ends_the_connection() {
 #[test]
 fn portions_with_a_gap_are_refused() {
     let copier = Late::new(true);
-    let mut p = pair(1, 1, 1, 1 << 20);
-    let mut to = Memory::new(vec![0; 100], Some(&copier), 1..u64::MAX);
-    let r = receive(&mut p, &mut to);
-    let wr_id = Receiver::<End>::recv_wr_id(0);
-    let imm = |portion, portions| Imm { sequence: 1, portion, portions, plain: 0 }.pack();
-    p.net.borrow_mut().sides[1].cqs[0].extend([Wc::arrived(wr_id, 8, imm(5, 6)), Wc::arrived(wr_id, 8, imm(0, 2))]);
-    let fault = p.receiver.test(r).expect_err("portion 1 never came").to_string();
-    assert!(fault.contains("gaps"), "{fault}");
+    let (plain, staged) =
+        (Memory::new(vec![0; 100], None, 0..0), Memory::new(vec![0; 100], Some(&copier), 1..u64::MAX));
+    for mut to in [plain, staged] {
+        let mut p = pair(1, 1, 1, 1 << 20);
+        let r = receive(&mut p, &mut to);
+        let wr_id = Receiver::<End>::recv_wr_id(0);
+        let imm = |portion, portions| Imm { sequence: 1, portion, portions, plain: 0 }.pack();
+        p.net.borrow_mut().sides[1].cqs[0].extend([Wc::arrived(wr_id, 8, imm(5, 6)), Wc::arrived(wr_id, 8, imm(0, 2))]);
+        let fault = p.receiver.test(r).expect_err("portion 1 never came").to_string();
+        assert!(fault.contains("gaps"), "{fault}");
+    }
 }

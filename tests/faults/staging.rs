@@ -208,11 +208,13 @@ fn gpu_memory_that_comes_although_host_was_said_is_staged() {
         let plugin = Plugin::started();
         assert_eq!(plugin.properties(0).ptr_support, HOST);
         let pair = plugin.pair(0, 0);
-        let gpu = Gpu::new(4096);
-        let memory = gpu.register(&plugin, pair.1).unwrap();
+        let gpus = [Gpu::new(4096), Gpu::new(4096)];
+        let memory = [gpus[0].register(&plugin, pair.0).unwrap(), gpus[1].register(&plugin, pair.1).unwrap()];
         let told = warnings_with("GPU memory goes by staging instead");
         assert!(told.len() == 1 && told[0].contains("NCCL_NET_GDR_LEVEL=LOC"), "{:#?}", warnings());
-        plugin.dereg_mr(pair.1, memory);
+        carry(&plugin, pair, [&gpus[0], &gpus[1]], memory, 4096);
+        plugin.dereg_mr(pair.0, memory[0]);
+        plugin.dereg_mr(pair.1, memory[1]);
         plugin.close(pair);
     });
 }

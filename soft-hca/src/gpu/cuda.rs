@@ -144,7 +144,16 @@ unsafe impl Send for Device {}
 
 impl Device {
     pub(super) fn open(ordinal: c_int) -> Result<Self, String> {
-        let context = Self::context(ordinal)?;
+        let (context, own) = Self::context(ordinal)?;
+        Self::open_in(context, ordinal).inspect_err(|_| {
+            if own {
+                // SAFETY: made above, and nothing of it is in use. The error has no one to be told to.
+                unsafe { cu::cuCtxDestroy_v2(context) };
+            }
+        })
+    }
+
+    fn open_in(context: cu::CUcontext, ordinal: c_int) -> Result<Self, String> {
         let _entered = Entered::enter(context)?;
         let mut device = Self {
             ordinal,
@@ -195,8 +204,8 @@ impl Device {
         Ok(device)
     }
 
-    /// The context to copy in; see the top. Kept until the process ends.
-    fn context(ordinal: c_int) -> Result<cu::CUcontext, String> {
+    /// The context to copy in, and whether it is our own; see the top. Kept until the process ends.
+    fn context(ordinal: c_int) -> Result<(cu::CUcontext, bool), String> {
         let mut context = ptr::null_mut();
         let (mut shared, of) = (0, cu::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
         // SAFETY: an ordinal is the device's number; one int to write. A driver that does not know the attribute refuses.
@@ -204,14 +213,14 @@ impl Device {
         if asked != CUresult::CUDA_SUCCESS || shared == 0 {
             // SAFETY: as above; one pointer to write.
             let result = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, ordinal) };
-            return check("cuDevicePrimaryCtxRetain", result).map(|()| context);
+            return check("cuDevicePrimaryCtxRetain", result).map(|()| (context, false));
         }
         // SAFETY: as above.
         check("cuCtxCreate", unsafe { cu::cuCtxCreate_v2(&raw mut context, 0, ordinal) })?;
         let mut popped = ptr::null_mut();
         // SAFETY: pops the context that was just made.
         check("cuCtxPopCurrent", unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) })?;
-        Ok(context)
+        Ok((context, true))
     }
 
     /// A word behind the pool.
