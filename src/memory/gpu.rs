@@ -473,6 +473,7 @@ impl Stager {
             match stager.is_well() {
                 Ok(()) => return Ok(Arc::clone(stager)),
                 Err(why) if why.is_late() => return Err(format!("copies on {} hang", stager.describe())),
+                Err(why) if why.may_pass() => return Err(why.on(&stager.describe()).text),
                 // Its context has failed: whoever has it is told by its copies.
                 Err(_) => place.stager = Weak::new(),
             }
@@ -485,7 +486,11 @@ impl Stager {
         };
         let mut stager = Self::open(ordinal).map_err(|why| lasting(why, &mut place))?;
         // A first mark on each stream: does this GPU write them?
-        let tried = BOTH.into_iter().try_for_each(|way| stager.fence(way, PATIENCE));
+        let tried = BOTH.into_iter().try_for_each(|way| {
+            // With nothing to wait for, what is refused here need not be tried for long.
+            stager.put_fence(stager.way(way))?;
+            stager.fence(way, PATIENCE)
+        });
         if let Err(why) = tried {
             if why.is_late() {
                 // Kept, or the next to ask would wait as long for another one.
@@ -504,7 +509,7 @@ impl Stager {
     /// Whether copies are carried out, as far as can be seen; late if they were not and still aren't.
     fn is_well(&self) -> Result<(), CudaError> {
         self.is_not_stuck()?;
-        BOTH.into_iter().try_for_each(|way| self.query(way))?;
+        BOTH.into_iter().try_for_each(|way| self.query(way).map(|_| ()))?;
         BOTH.into_iter().filter(|way| self.way(*way).hangs()).try_for_each(|way| self.fence(way, SHORT_PATIENCE))
     }
 
@@ -619,13 +624,17 @@ impl Stager {
         self.words().free.push(word);
     }
 
-    /// An error of the context, after which nothing of it is carried out.
-    fn query(&self, direction: Direction) -> Result<(), CudaError> {
-        let _entered = Entered::enter(self.context)?;
-        // SAFETY: a stream of ours.
-        match unsafe { cu::cuStreamQuery(self.way(direction).stream) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-            result => check("cuStreamQuery", result),
+    /// Whether all that is in the stream is done. Or the error of the context, after which nothing of it is carried out.
+    fn query(&self, direction: Direction) -> Result<bool, CudaError> {
+        let asked = Entered::enter(self.context).and_then(|_entered| {
+            // SAFETY: a stream of ours.
+            check("cuStreamQuery", unsafe { cu::cuStreamQuery(self.way(direction).stream) })
+        });
+        match asked {
+            Ok(()) => Ok(true),
+            // A call that was short of memory says nothing of the context.
+            Err(why) if why.is_late() || why.result == CUresult::CUDA_ERROR_OUT_OF_MEMORY => Ok(false),
+            Err(why) => Err(why),
         }
     }
 
@@ -642,7 +651,8 @@ impl Stager {
         Ok(Some(number))
     }
 
-    /// Waits until all that is in the stream now is done, but no longer than that.
+    /// Waits until all that is in the stream now is done, but no longer than that. That a call is refused does not mean that
+    /// nothing is copied any more: only the stream's own error does, and is the only one but that it is late.
     fn fence(&self, direction: Direction, patience: Duration) -> Result<(), CudaError> {
         let way = self.way(direction);
         let mut number = None;
@@ -651,20 +661,34 @@ impl Stager {
                 self.is_not_stuck()?;
                 number = self.put_fence(way)?;
             }
-            Ok(number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))))
+            Ok::<_, CudaError>(
+                number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))),
+            )
         };
         let begin = Instant::now();
         let waited = loop {
-            match done() {
+            // Before it looks: this thread may be what was late.
+            let over = begin.elapsed() > patience;
+            let refused = match done() {
                 Ok(true) => break Ok(()),
-                Ok(false) => {}
-                Err(error) => break unless_over(Err(error)),
+                Ok(false) => None,
+                Err(why) if why.is_late() => break Err(why),
+                Err(why) => Some(why),
+            };
+            if over || refused.is_some() {
+                match self.query(direction) {
+                    Ok(true) => break Ok(()),
+                    Err(why) if !why.may_pass() => break unless_over(Err(why)),
+                    Ok(false) | Err(_) => {}
+                }
             }
-            // This thread may be what was late: it looks once more.
-            if begin.elapsed() > patience && matches!(done(), Ok(false)) {
+            if over {
                 let to = if direction == Direction::ToGpu { "to" } else { "from" };
-                let text = format!("copies {to} {} do not end; waited for {patience:?}", self.describe());
-                break self.query(direction).and_then(|()| Err(CudaError::late(text)));
+                let why = refused.map_or_else(String::new, |why| format!(" ({why})"));
+                break Err(CudaError::late(format!(
+                    "copies {to} {} do not end; waited for {patience:?}{why}",
+                    self.describe()
+                )));
             }
             std::thread::yield_now();
         };
@@ -821,9 +845,10 @@ impl Lane {
     unsafe fn start_all(&self, copies: impl Iterator<Item = Copy>) -> Result<(), CudaError> {
         let _entered = Entered::enter(self.stager.context)?;
         let way = self.stager.way(self.direction);
-        self.loose.store(true, Ordering::Release);
         let mut operations = 0;
         for copy in copies {
+            // Also if its mark is refused.
+            self.loose.store(true, Ordering::Release);
             // Both fit: this is a machine of 64 bits.
             let length = usize::try_from(copy.length).unwrap_or(0);
             let host: *mut c_void = ptr::with_exposed_provenance_mut(usize::try_from(copy.host).unwrap_or(0));
@@ -909,7 +934,7 @@ impl Lane {
 
     /// An error of the GPU, after which no mark is written.
     pub fn check(&self) -> Result<(), String> {
-        unless_over(self.stager.query(self.direction)).map_err(|why| why.on(&self.stager.describe()).text)
+        unless_over(self.stager.query(self.direction).map(|_| ())).map_err(|why| why.on(&self.stager.describe()).text)
     }
 
     fn patience(&self) -> Duration {

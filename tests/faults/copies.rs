@@ -226,6 +226,33 @@ fn a_context_that_has_failed_is_replaced() {
 
 const OUT_OF_MEMORY: c_int = 2;
 
+/// NCCL aborts for want of memory: the call that would tell when the copies are done is refused, while they go on.
+#[test]
+fn a_refused_wait_is_no_end_of_copies() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver(), CHUNK] }, |_| {
+        let plugin = Plugin::started();
+        let mut one = Sending::new(&plugin);
+        // Another use of the shadow: its pages are not what is waited for.
+        let again = one.from.register(&plugin, one.pair.0).unwrap();
+        stop(true);
+        one.start(&plugin);
+        fail(c"cuStreamWriteValue32_v2", OUT_OF_MEMORY);
+        let goes_on = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_secs(1));
+                goes_on.store(true, Ordering::Release);
+                stop(false);
+            });
+            plugin.dereg_mr(one.pair.0, one.memory);
+            assert!(goes_on.load(Ordering::Acquire), "given back with copies under way");
+        });
+        plugin.dereg_mr(one.pair.0, again);
+        one.end(&plugin);
+        assert_eq!((warnings_with("copies").len(), pinned()), (0, 0), "{:#?}", warnings());
+    });
+}
+
 #[test]
 fn a_context_that_was_refused_for_want_of_memory_is_asked_for_again() {
     alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver()] }, |_| {
