@@ -291,8 +291,8 @@ pub struct Stager {
     context: cu::CUcontext,
     ways: [Way; 2],
     words: Mutex<Words>,
-    /// A call that starts copies does not return; the driver may hold its locks.
-    stuck: AtomicBool,
+    /// Lanes of which a call that starts copies does not return; the driver may hold its locks.
+    stuck: AtomicU32,
     /// Once it is known there: its end is awaited by whoever wants the next.
     place: Option<Arc<Mutex<Place>>>,
 }
@@ -514,13 +514,12 @@ impl Stager {
     }
 
     fn is_not_stuck(&self) -> Result<(), CudaError> {
-        if self.stuck.load(Ordering::Acquire) {
-            return Err(CudaError::late(format!(
-                "the driver does not return from starting a copy on {}",
-                self.describe()
-            )));
-        }
-        Ok(())
+        if self.stuck.load(Ordering::Acquire) == 0 { Ok(()) } else { Err(self.does_not_return()) }
+    }
+
+    #[cold]
+    fn does_not_return(&self) -> CudaError {
+        CudaError::late(format!("the driver does not return from starting a copy on {}", self.describe()))
     }
 
     /// With the capture mode relaxed.
@@ -552,7 +551,7 @@ impl Stager {
             // SAFETY: ours, and nobody else knows it; it has copied nothing.
             unsafe { cu::cuCtxDestroy_v2(context) };
         })?;
-        Ok(Self { ordinal, name, context, ways, words: Mutex::new(words), stuck: AtomicBool::new(false), place: None })
+        Ok(Self { ordinal, name, context, ways, words: Mutex::new(words), stuck: AtomicU32::new(0), place: None })
     }
 
     /// With the context current.
@@ -718,7 +717,7 @@ impl Drop for Stager {
         // Who wants the next waits: there is memory for one.
         let _ended = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
         let pages = std::mem::take(&mut self.words().pages);
-        if self.stuck.load(Ordering::Acquire) || self.ways.iter().any(Way::hangs) {
+        if self.is_not_stuck().is_err() || self.ways.iter().any(Way::hangs) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
             std::mem::forget(pages);
             return;
@@ -744,6 +743,8 @@ pub struct Lane {
     loose: AtomicBool,
     /// A wait for its copies was in vain: they have had their time.
     given_up: AtomicBool,
+    /// It is one of the stager's that are stuck.
+    stuck: AtomicBool,
 }
 
 /// The calls that start copies. No lock: whoever closes a lane has to know that nothing is started after, but can't wait for a
@@ -766,8 +767,14 @@ impl Starts {
         self.0.fetch_add(Self::UNDER_WAY, Ordering::AcqRel) & Self::CLOSED == 0
     }
 
-    fn close(&self) {
-        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel);
+    /// Whether one is under way.
+    fn close(&self) -> bool {
+        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel) & Self::UNDER_WAY != 0
+    }
+
+    /// Asked before each operation: who closed may have given up this very call, and all that it copies with.
+    fn go_on(&self) -> Result<(), CudaError> {
+        if self.0.load(Ordering::Acquire) & Self::CLOSED == 0 { Ok(()) } else { Err(closed()) }
     }
 
     /// One is under way: a driver that does not return shows nowhere else.
@@ -803,6 +810,7 @@ impl Lane {
             marked: AtomicU32::new(0),
             loose: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
         })
     }
 
@@ -825,15 +833,15 @@ impl Lane {
     pub unsafe fn start(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
         let started = if self.starts.begin() {
             // SAFETY: the caller's promise.
-            unless_over(unsafe { self.start_all(copies) }).map_err(|why| why.on(&self.stager.describe()).text)
+            unless_over(unsafe { self.start_all(copies) })
         } else {
-            Err("the connection has ended, nothing is copied any more".to_owned())
+            Err(closed())
         };
         if !self.starts.end() {
             // Someone may have given it up.
-            self.stager.stuck.store(false, Ordering::Release);
+            self.set_stuck(false);
         }
-        started
+        started.map_err(|why| why.on(&self.stager.describe()).text)
     }
 
     pub fn starts(&self) -> &Starts {
@@ -849,6 +857,7 @@ impl Lane {
         for copy in copies {
             // Also if its mark is refused.
             self.loose.store(true, Ordering::Release);
+            self.starts.go_on()?;
             // Both fit: this is a machine of 64 bits.
             let length = usize::try_from(copy.length).unwrap_or(0);
             let host: *mut c_void = ptr::with_exposed_provenance_mut(usize::try_from(copy.host).unwrap_or(0));
@@ -866,6 +875,7 @@ impl Lane {
                 operations += 1;
             }
             if let Some(value) = copy.mark {
+                self.starts.go_on()?;
                 mark(way.stream, self.word.gpu(0), value)?;
                 operations += 1;
                 self.marked.store(value, Ordering::Release);
@@ -918,6 +928,7 @@ impl Lane {
                 Height: lines,
             };
             if lines > 0 {
+                self.starts.go_on()?;
                 // SAFETY: by this function's contract; the description is read by the call.
                 let result = unsafe { cu::cuMemcpy2DAsync_v2(&raw const copy, stream) };
                 check("cuMemcpy2DAsync", result).map_err(|e| of_copy(e, lines * LINE, gpu))?;
@@ -947,14 +958,33 @@ impl Lane {
         self.starts.close();
         let begin = Instant::now();
         while self.starts.under_way() {
-            if begin.elapsed() > self.patience() && self.starts.under_way() {
-                self.given_up.store(true, Ordering::Relaxed);
-                self.stager.stuck.store(true, Ordering::Release);
-                return self.stager.is_not_stuck();
+            if begin.elapsed() > self.patience() {
+                self.set_stuck(true);
+                // Whoever comes second sees the other: this, or the call that does return now.
+                if self.starts.close() {
+                    self.given_up.store(true, Ordering::Relaxed);
+                    return Err(self.stager.does_not_return());
+                }
+                self.set_stuck(false);
             }
             std::thread::yield_now();
         }
         Ok(())
+    }
+
+    /// Counted once, whoever sets it and whoever clears it.
+    fn set_stuck(&self, stuck: bool) {
+        if self.stuck.swap(stuck, Ordering::AcqRel) == stuck {
+            return;
+        }
+        let lanes = &self.stager.stuck;
+        if stuck {
+            lanes.fetch_add(1, Ordering::AcqRel);
+        } else {
+            // What was given up meanwhile is in the stream: nobody has it before that is done.
+            self.stager.way(self.direction).hangs.store(true, Ordering::Relaxed);
+            lanes.fetch_sub(1, Ordering::AcqRel);
+        }
     }
 
     /// The same, and waits until all that was started is done, for 10 s at most, however little others have waited in vain.
@@ -967,6 +997,11 @@ impl Lane {
         self.given_up.fetch_or(settled.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
         settled
     }
+}
+
+#[cold]
+fn closed() -> CudaError {
+    CudaError::late("the connection has ended, nothing is copied any more".to_owned())
 }
 
 #[cold]
@@ -1072,9 +1107,9 @@ mod tests {
         let starts = Starts::default();
         assert!(starts.begin() && starts.under_way() && starts.end());
         assert!(!starts.under_way() && starts.count() == 1 && starts.begin());
-        starts.close();
-        assert!(starts.under_way() && !starts.end() && !starts.under_way());
-        assert!(!starts.begin() && !starts.end() && starts.count() == 3);
+        assert!(starts.go_on().is_ok() && starts.close());
+        assert!(starts.go_on().is_err() && starts.under_way() && !starts.end() && !starts.under_way());
+        assert!(!starts.close() && !starts.begin() && !starts.end() && starts.count() == 3);
     }
 
     /// On the machine's own GPU, where it has one.

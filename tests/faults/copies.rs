@@ -364,3 +364,64 @@ fn a_driver_that_does_not_return_holds_up_no_other_thread() {
         one.end(&plugin);
     });
 }
+
+/// Threads of NCCL that do not come back from isend for so long, and the connections that are aborted meanwhile, all at once;
+/// `then` is called 11 s later.
+fn stuck(plugin: &Plugin, all: &mut [Sending], ms: &[c_int], then: impl FnOnce()) {
+    for one in &mut *all {
+        until("irecv", || plugin.irecv(one.pair.1, &mut one.to.0, 0, one.to.1).unwrap());
+    }
+    std::thread::sleep(Duration::from_millis(100));
+    std::thread::scope(|scope| {
+        for (one, &ms) in all.iter().zip(ms) {
+            rest(c"cuMemcpyDtoHAsync_v2", ms);
+            let (send, at, memory) = (Shared(one.pair.0), Shared(one.from.part(LEN).0), Shared(one.memory));
+            scope.spawn(move || plugin.isend_at(send.get(), (at.get(), LEN), 0, memory.get()));
+            // The next is for the next.
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        for one in &*all {
+            let (send, memory) = (Shared(one.pair.0), Shared(one.memory));
+            scope.spawn(move || plugin.dereg_mr(send.get(), memory.get()));
+        }
+        std::thread::sleep(Duration::from_secs(11));
+        then();
+    });
+}
+
+#[test]
+fn a_call_that_was_given_up_copies_no_more_when_it_returns() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver(), CHUNK] }, |_| {
+        let plugin = Plugin::started();
+        let mut one = [Sending::new(&plugin)];
+        stop(true);
+        stuck(&plugin, &mut one, &[12_000], || {});
+        assert!(count(c"stand_in_longest") < 4, "{} operations in a stream", count(c"stand_in_longest"));
+        // The copy that it did start is still to come.
+        let [one] = one;
+        let other = plugin.pair(0, 0);
+        one.from.register(&plugin, other.0).unwrap_err();
+        assert_eq!(warnings_with("copies on GPU 0 (Stand-in) hang").len(), 1, "{:#?}", warnings());
+        stop(false);
+        let memory = until("the end of that copy", || one.from.register(&plugin, other.0).ok());
+        plugin.dereg_mr(other.0, memory);
+        plugin.close(other);
+        one.end(&plugin);
+    });
+}
+
+#[test]
+fn one_call_that_returns_does_not_stand_for_another() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver(), CHUNK] }, |_| {
+        let plugin = Plugin::started();
+        let mut both = [Sending::new(&plugin), Sending::new(&plugin)];
+        let (other, gpu) = (plugin.pair(0, 0), Gpu::new(LEN));
+        stuck(&plugin, &mut both, &[10_700, 15_000], || {
+            gpu.register(&plugin, other.0).unwrap_err();
+        });
+        let memory = gpu.register(&plugin, other.0).unwrap();
+        plugin.dereg_mr(other.0, memory);
+        plugin.close(other);
+        both.map(|one| one.end(&plugin));
+    });
+}
