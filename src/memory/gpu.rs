@@ -181,8 +181,9 @@ impl Drop for Entered {
     }
 }
 
-/// The ordinal of the GPU that holds this memory.
+/// The ordinal of the GPU that holds this memory. What asks the driver begins with it, and gets no further where that hangs.
 fn ordinal(address: u64) -> Result<c_int, CudaError> {
+    none_is_stuck()?;
     let mut ordinal: c_int = 0;
     let of = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     // SAFETY: one int to write, as this attribute has.
@@ -445,6 +446,17 @@ fn place(ordinal: c_int) -> Arc<Mutex<Place>> {
     place
 }
 
+/// Of all GPUs, as the driver may hold its locks for one. A place that is being opened now has none.
+fn none_is_stuck() -> Result<(), CudaError> {
+    let places: Vec<_> = {
+        let all = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().map(|(_, place)| Arc::clone(place)).collect()
+    };
+    // Any of them may end here, which takes the lock of its place.
+    let stagers: Vec<_> = places.iter().filter_map(|place| place.try_lock().ok()?.stager.upgrade()).collect();
+    stagers.iter().try_for_each(|stager| stager.is_not_stuck())
+}
+
 impl Stager {
     /// The stager of the GPU that holds this range; or why it can't be staged.
     pub fn of(address: u64, length: usize) -> Result<Arc<Self>, String> {
@@ -701,6 +713,10 @@ impl Stager {
     pub(super) fn keep(&self, address: u64, length: usize) {
         // The smallest that an allocation of cuMemCreate may be; each call keeps the whole that it finds.
         const GRANULE: usize = 2 << 20;
+        if self.is_not_stuck().is_err() {
+            // Nor would this call return: who aborts goes first.
+            return;
+        }
         let Ok(_relaxed) = Relaxed::enter() else { return };
         let mut handle = 0;
         for at in (0..length).step_by(GRANULE).chain(length.checked_sub(1)) {

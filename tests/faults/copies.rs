@@ -340,6 +340,7 @@ fn a_driver_that_does_not_return_holds_up_no_other_thread() {
     alone(&Setting { fabric: Some(&fabric("")), env: &env }, |_| {
         let plugin = Plugin::started();
         let mut one = Sending::new(&plugin);
+        let (other, idle) = (plugin.pair(0, 0), Gpu::new(LEN));
         until("irecv", || plugin.irecv(one.pair.1, &mut one.to.0, 0, one.to.1).unwrap());
         std::thread::sleep(Duration::from_millis(100));
         let returned = AtomicBool::new(false);
@@ -354,12 +355,20 @@ fn a_driver_that_does_not_return_holds_up_no_other_thread() {
             });
             until("a word", || warnings_with("has not returned from starting a copy between GPU 0").first().cloned());
             forget_lines();
+            // Nor would this one return, which keeps the GPU's memory.
+            rest(c"cuMemRetainAllocationHandle", 20_000);
             let begin = Instant::now();
             plugin.dereg_mr(one.pair.0, one.memory);
             assert!(begin.elapsed() < Duration::from_secs(12) && !returned.load(Ordering::Acquire));
             let told = warnings_with("does not return from starting a copy on GPU 0");
             assert!(told.len() == 1 && told[0].contains("its shadow stays pinned"), "{told:#?}");
+            // Nor this one, which is asked where memory is.
+            rest(c"cuPointerGetAttribute", 20_000);
+            let begin = Instant::now();
+            idle.register(plugin, other.0).unwrap_err();
+            assert!(begin.elapsed() < Duration::from_secs(1), "{:?}", begin.elapsed());
         });
+        plugin.close(other);
         assert!(pinned() > LEN as u64);
         one.end(&plugin);
     });
