@@ -318,11 +318,21 @@ struct Way {
     fenced: Word,
     /// A wait was in vain.
     hangs: AtomicBool,
+    /// When the first such wait began, and the last that was over then: the wait goes on for all who come later.
+    since: Mutex<Option<(u32, Instant)>>,
 }
 
 impl Way {
     fn new(stream: cu::CUstream, done: Word, fenced: Word) -> Self {
-        Self { stream, started: AtomicU32::new(0), done, fences: Mutex::new(0), fenced, hangs: AtomicBool::new(false) }
+        Self {
+            stream,
+            started: AtomicU32::new(0),
+            done,
+            fences: Mutex::new(0),
+            fenced,
+            hangs: AtomicBool::new(false),
+            since: Mutex::new(None),
+        }
     }
 
     /// Operations that are in the stream, to within a [`STEP`].
@@ -334,6 +344,20 @@ impl Way {
 
     fn hangs(&self) -> bool {
         self.hangs.load(Ordering::Relaxed)
+    }
+
+    /// Since when, for all that is known now, the stream stands still.
+    fn still_since(&self) -> Instant {
+        let fenced = self.fenced.at(0).load(Ordering::Acquire);
+        let since = *self.since.lock().unwrap_or_else(PoisonError::into_inner);
+        since.filter(|(then, _)| *then == fenced).map_or_else(Instant::now, |(_, since)| since)
+    }
+
+    /// What a wait found.
+    fn found(&self, still: Option<Instant>) {
+        let fenced = self.fenced.at(0).load(Ordering::Acquire);
+        *self.since.lock().unwrap_or_else(PoisonError::into_inner) = still.map(|since| (fenced, since));
+        self.hangs.store(still.is_some(), Ordering::Relaxed);
     }
 }
 
@@ -526,7 +550,11 @@ impl Stager {
     }
 
     fn is_not_stuck(&self) -> Result<(), CudaError> {
-        if self.stuck.load(Ordering::Acquire) == 0 { Ok(()) } else { Err(self.does_not_return()) }
+        if self.is_stuck() { Err(self.does_not_return()) } else { Ok(()) }
+    }
+
+    fn is_stuck(&self) -> bool {
+        self.stuck.load(Ordering::Acquire) > 0
     }
 
     #[cold]
@@ -662,7 +690,8 @@ impl Stager {
         Ok(Some(number))
     }
 
-    /// Waits until all that is in the stream now is done, but no longer than that. That a call is refused does not mean that
+    /// Waits until all that is in the stream now is done, but no longer than that, and shorter where others have waited in vain
+    /// and nothing has moved since: connections that are aborted one after the other wait for a GPU together. That a call is refused does not mean that
     /// nothing is copied any more: only the stream's own error does, and is the only one but that it is late.
     fn fence(&self, direction: Direction, patience: Duration) -> Result<(), CudaError> {
         let way = self.way(direction);
@@ -676,6 +705,8 @@ impl Stager {
                 number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))),
             )
         };
+        let since = way.still_since();
+        let patience = patience.min(PATIENCE.saturating_sub(since.elapsed()).max(SHORT_PATIENCE));
         let begin = Instant::now();
         let waited = loop {
             // Before it looks: this thread may be what was late.
@@ -683,7 +714,11 @@ impl Stager {
             let refused = match done() {
                 Ok(true) => break Ok(()),
                 Ok(false) => None,
-                Err(why) if why.is_late() => break Err(why),
+                Err(stuck) if stuck.is_late() => {
+                    // That stream itself may well go on.
+                    way.hangs.store(true, Ordering::Relaxed);
+                    return Err(stuck);
+                }
                 Err(why) => Some(why),
             };
             if over || refused.is_some() {
@@ -697,13 +732,14 @@ impl Stager {
                 let to = if direction == Direction::ToGpu { "to" } else { "from" };
                 let why = refused.map_or_else(String::new, |why| format!(" ({why})"));
                 break Err(CudaError::late(format!(
-                    "copies {to} {} do not end; waited for {patience:?}{why}",
-                    self.describe()
+                    "copies {to} {} do not end; waited for {}s{why}",
+                    self.describe(),
+                    since.elapsed().as_secs()
                 )));
             }
             std::thread::yield_now();
         };
-        way.hangs.store(waited.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
+        way.found(waited.as_ref().is_err_and(CudaError::is_late).then_some(since));
         waited
     }
 
@@ -713,7 +749,7 @@ impl Stager {
     pub(super) fn keep(&self, address: u64, length: usize) {
         // The smallest that an allocation of cuMemCreate may be; each call keeps the whole that it finds.
         const GRANULE: usize = 2 << 20;
-        if self.is_not_stuck().is_err() {
+        if self.is_stuck() {
             // Nor would this call return: who aborts goes first.
             return;
         }
@@ -733,7 +769,7 @@ impl Drop for Stager {
         // Who wants the next waits: there is memory for one.
         let _ended = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
         let pages = std::mem::take(&mut self.words().pages);
-        if self.is_not_stuck().is_err() || self.ways.iter().any(Way::hangs) {
+        if self.is_stuck() || self.ways.iter().any(Way::hangs) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
             std::mem::forget(pages);
             return;
@@ -965,7 +1001,8 @@ impl Lane {
     }
 
     fn patience(&self) -> Duration {
-        if self.given_up.load(Ordering::Relaxed) { SHORT_PATIENCE } else { PATIENCE }
+        let waited = self.given_up.load(Ordering::Relaxed) || self.stager.is_stuck();
+        if waited { SHORT_PATIENCE } else { PATIENCE }
     }
 
     /// From its return on no copy is started, unless the driver does not return from starting one. What was started before
@@ -1003,7 +1040,7 @@ impl Lane {
         }
     }
 
-    /// The same, and waits until all that was started is done, for 10 s at most, however little others have waited in vain.
+    /// The same, and waits until all that was started is done, for 10 s at most since its stream stands still.
     pub fn settle(&self) -> Result<(), CudaError> {
         self.close()?;
         if !self.loose.load(Ordering::Acquire) && self.reached() == self.marked.load(Ordering::Acquire) {
