@@ -75,7 +75,16 @@ impl CudaError {
 
     /// The same may go well later.
     fn may_pass(&self) -> bool {
-        self.is_late() || self.result == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+        self.is_late()
+            || matches!(
+                self.result,
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                    | CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE
+                    | CUresult::CUDA_ERROR_MPS_CONNECTION_FAILED
+                    | CUresult::CUDA_ERROR_MPS_SERVER_NOT_READY
+                    | CUresult::CUDA_ERROR_MPS_MAX_CLIENTS_REACHED
+                    | CUresult::CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED
+            )
     }
 
     fn on(self, whom: &str) -> Self {
