@@ -460,8 +460,8 @@ fn is_reached(number: u32, reached: u32) -> bool {
 /// What is known of a GPU.
 #[derive(Debug, Default)]
 struct Place {
-    /// While it is in use.
-    stager: Weak<Stager>,
+    /// Until it has ended; out of use it is a little before that.
+    stager: Option<Weak<Stager>>,
     /// Why there is none and won't be: NCCL asks again with each buffer and connection, and the answer is dear.
     refused: Option<String>,
 }
@@ -486,7 +486,7 @@ fn none_is_stuck() -> Result<(), CudaError> {
         all.iter().map(|(_, place)| Arc::clone(place)).collect()
     };
     // Any of them may end here, which takes the lock of its place.
-    let stagers: Vec<_> = places.iter().filter_map(|place| place.try_lock().ok()?.stager.upgrade()).collect();
+    let stagers: Vec<_> = places.iter().filter_map(|place| place.try_lock().ok()?.stager.as_ref()?.upgrade()).collect();
     stagers.iter().try_for_each(|stager| stager.is_not_stuck())
 }
 
@@ -509,18 +509,27 @@ impl Stager {
         // takes the same lock, so none may end here while it is held.
         let own = place(ordinal);
         let known;
-        let mut place = own.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut place = loop {
+            let place = own.lock().unwrap_or_else(PoisonError::into_inner);
+            let found = place.stager.as_ref().map(Weak::upgrade);
+            if !matches!(found, Some(None)) {
+                known = found.flatten();
+                break place;
+            }
+            // Whoever had it last is about to take the lock, and to end it.
+            drop(place);
+            std::thread::yield_now();
+        };
         if let Some(why) = &place.refused {
             return Err(why.clone());
         }
-        known = place.stager.upgrade();
         if let Some(stager) = &known {
             match stager.is_well() {
                 Ok(()) => return Ok(Arc::clone(stager)),
                 Err(why) if why.is_late() => return Err(format!("copies on {} hang", stager.describe())),
                 Err(why) if why.may_pass() => return Err(why.on(&stager.describe()).text),
                 // Its context has failed: whoever has it is told by its copies.
-                Err(_) => place.stager = Weak::new(),
+                Err(_) => place.stager = None,
             }
         }
         let lasting = |why: CudaError, place: &mut Place| {
@@ -540,14 +549,14 @@ impl Stager {
             if why.is_late() {
                 // Kept, or the next to ask would wait as long for another one.
                 let stager = Arc::new(stager);
-                place.stager = Arc::downgrade(&stager);
+                place.stager = Some(Arc::downgrade(&stager));
                 std::mem::forget(stager);
             }
             return Err(lasting(why, &mut place));
         }
         stager.place = Some(Arc::clone(&own));
         let stager = Arc::new(stager);
-        place.stager = Arc::downgrade(&stager);
+        place.stager = Some(Arc::downgrade(&stager));
         Ok(stager)
     }
 
@@ -776,7 +785,19 @@ impl Drop for Stager {
     fn drop(&mut self) {
         let place = self.place.take();
         // Who wants the next waits: there is memory for one.
-        let _ended = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut place = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
+        self.end();
+        if let Some(place) = &mut place
+            && place.stager.as_ref().is_some_and(|stager| ptr::eq(stager.as_ptr(), self))
+        {
+            place.stager = None;
+        }
+    }
+}
+
+impl Stager {
+    /// Gives all back that nothing uses.
+    fn end(&mut self) {
         let pages = std::mem::take(&mut self.words().pages);
         if self.is_stuck() || self.ways.iter().any(Way::hangs) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
