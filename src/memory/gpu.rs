@@ -658,14 +658,19 @@ impl Stager {
             std::mem::forget((pages, Arc::clone(self)));
             return;
         }
-        self.let_go(&pages);
+        self.let_go(pages);
     }
 
-    fn let_go(&self, pages: &Pages) {
-        // An error has no one to be told to: the driver is on its way out, or the context has failed.
-        let Ok(_entered) = Entered::enter(self.context) else { return };
-        // SAFETY: pinned by us, and nothing copies there any more.
-        unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) };
+    /// Pages that the driver does not let go of stay where they are: it still knows them by their addresses.
+    fn let_go(&self, pages: Pages) {
+        let gone = Entered::enter(self.context).and_then(|_entered| {
+            // SAFETY: pinned by us, and nothing copies there any more.
+            check("cuMemHostUnregister", unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) })
+        });
+        if let Err(why) = unless_over(gone) {
+            tracing::debug!(target: "net", "{} bytes stay pinned: {why}", pages.len());
+            std::mem::forget(pages);
+        }
     }
 
     fn words(&self) -> MutexGuard<'_, Words> {
@@ -804,7 +809,7 @@ impl Stager {
             std::mem::forget(pages);
             return;
         }
-        pages.iter().for_each(|pages| self.let_go(pages));
+        pages.into_iter().for_each(|pages| self.let_go(pages));
         // After the driver's own end this is refused, and nothing is left of the context.
         let Ok(_relaxed) = Relaxed::enter() else { return };
         // SAFETY: ours, and everything that used it held this stager.

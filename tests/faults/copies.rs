@@ -333,6 +333,23 @@ fn a_range_that_is_pinned_slowly_holds_up_no_other() {
     });
 }
 
+/// Where the next mapping would be at its addresses, which the driver still knows.
+#[test]
+fn memory_that_the_driver_keeps_is_not_unmapped() {
+    alone(&Setting { fabric: Some(&fabric("")), env: &[STAGING, driver()] }, |_| {
+        let plugin = Plugin::started();
+        let (pair, gpu) = (plugin.pair(0, 0), Gpu::new(LEN));
+        let memory = gpu.register(&plugin, pair.0).unwrap();
+        fail(c"cuMemHostUnregister", 1);
+        plugin.dereg_mr(pair.0, memory);
+        let memory = gpu.register(&plugin, pair.0).unwrap();
+        assert!(pinned() > 2 * LEN as u64, "{} bytes are pinned", pinned());
+        plugin.dereg_mr(pair.0, memory);
+        plugin.close(pair);
+        assert_eq!(pinned(), 0);
+    });
+}
+
 #[test]
 fn a_registration_that_fails_leaves_no_context() {
     let env = [STAGING, driver(), ("NCCL_NET_RDMA_STAGING_TOTAL", "1")];
