@@ -198,7 +198,7 @@ fn connections_wait_for_a_gpu_that_hangs_together() {
             plugin.dereg_mr(late.pair.0, late.memory);
         });
         assert_eq!(warnings_with("do not end"), told);
-        all.map(|one| one.end(&plugin));
+        all.into_iter().for_each(|one| one.end(&plugin));
         late.end(&plugin);
     });
 }
@@ -415,7 +415,10 @@ fn stuck(plugin: &Plugin, all: &mut [Sending], ms: &[c_int], then: impl FnOnce()
         for (one, &ms) in all.iter().zip(ms) {
             rest(c"cuMemcpyDtoHAsync_v2", ms);
             let (send, at, memory) = (Shared(one.pair.0), Shared(one.from.part(LEN).0), Shared(one.memory));
-            scope.spawn(move || plugin.isend_at(send.get(), (at.get(), LEN), 0, memory.get()));
+            scope.spawn(move || {
+                let sent = plugin.isend_at(send.get(), (at.get(), LEN), 0, memory.get());
+                assert_ne!(sent, Ok(None), "no credit");
+            });
             // The next is for the next.
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -461,6 +464,6 @@ fn one_call_that_returns_does_not_stand_for_another() {
         let memory = gpu.register(&plugin, other.0).unwrap();
         plugin.dereg_mr(other.0, memory);
         plugin.close(other);
-        both.map(|one| one.end(&plugin));
+        both.into_iter().for_each(|one| one.end(&plugin));
     });
 }
