@@ -75,7 +75,16 @@ impl CudaError {
 
     /// The same may go well later.
     fn may_pass(&self) -> bool {
-        self.is_late() || self.result == CUresult::CUDA_ERROR_OUT_OF_MEMORY
+        self.is_late()
+            || matches!(
+                self.result,
+                CUresult::CUDA_ERROR_OUT_OF_MEMORY
+                    | CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE
+                    | CUresult::CUDA_ERROR_MPS_CONNECTION_FAILED
+                    | CUresult::CUDA_ERROR_MPS_SERVER_NOT_READY
+                    | CUresult::CUDA_ERROR_MPS_MAX_CLIENTS_REACHED
+                    | CUresult::CUDA_ERROR_MPS_MAX_CONNECTIONS_REACHED
+            )
     }
 
     fn on(self, whom: &str) -> Self {
@@ -181,8 +190,9 @@ impl Drop for Entered {
     }
 }
 
-/// The ordinal of the GPU that holds this memory.
+/// The ordinal of the GPU that holds this memory. What asks the driver begins with it, and gets no further where that hangs.
 fn ordinal(address: u64) -> Result<c_int, CudaError> {
+    none_is_stuck()?;
     let mut ordinal: c_int = 0;
     let of = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
     // SAFETY: one int to write, as this attribute has.
@@ -291,8 +301,8 @@ pub struct Stager {
     context: cu::CUcontext,
     ways: [Way; 2],
     words: Mutex<Words>,
-    /// A call that starts copies does not return; the driver may hold its locks.
-    stuck: AtomicBool,
+    /// Lanes of which a call that starts copies does not return; the driver may hold its locks.
+    stuck: AtomicU32,
     /// Once it is known there: its end is awaited by whoever wants the next.
     place: Option<Arc<Mutex<Place>>>,
 }
@@ -317,11 +327,21 @@ struct Way {
     fenced: Word,
     /// A wait was in vain.
     hangs: AtomicBool,
+    /// When the first such wait began, and the last that was over then: the wait goes on for all who come later.
+    since: Mutex<Option<(u32, Instant)>>,
 }
 
 impl Way {
     fn new(stream: cu::CUstream, done: Word, fenced: Word) -> Self {
-        Self { stream, started: AtomicU32::new(0), done, fences: Mutex::new(0), fenced, hangs: AtomicBool::new(false) }
+        Self {
+            stream,
+            started: AtomicU32::new(0),
+            done,
+            fences: Mutex::new(0),
+            fenced,
+            hangs: AtomicBool::new(false),
+            since: Mutex::new(None),
+        }
     }
 
     /// Operations that are in the stream, to within a [`STEP`].
@@ -333,6 +353,20 @@ impl Way {
 
     fn hangs(&self) -> bool {
         self.hangs.load(Ordering::Relaxed)
+    }
+
+    /// Since when, for all that is known now, the stream stands still.
+    fn still_since(&self) -> Instant {
+        let fenced = self.fenced.at(0).load(Ordering::Acquire);
+        let since = *self.since.lock().unwrap_or_else(PoisonError::into_inner);
+        since.filter(|(then, _)| *then == fenced).map_or_else(Instant::now, |(_, since)| since)
+    }
+
+    /// What a wait found.
+    fn found(&self, still: Option<Instant>) {
+        let fenced = self.fenced.at(0).load(Ordering::Acquire);
+        *self.since.lock().unwrap_or_else(PoisonError::into_inner) = still.map(|since| (fenced, since));
+        self.hangs.store(still.is_some(), Ordering::Relaxed);
     }
 }
 
@@ -426,8 +460,8 @@ fn is_reached(number: u32, reached: u32) -> bool {
 /// What is known of a GPU.
 #[derive(Debug, Default)]
 struct Place {
-    /// While it is in use.
-    stager: Weak<Stager>,
+    /// Until it has ended; out of use it is a little before that.
+    stager: Option<Weak<Stager>>,
     /// Why there is none and won't be: NCCL asks again with each buffer and connection, and the answer is dear.
     refused: Option<String>,
 }
@@ -443,6 +477,17 @@ fn place(ordinal: c_int) -> Arc<Mutex<Place>> {
     let place = Arc::<Mutex<Place>>::default();
     all.push((ordinal, Arc::clone(&place)));
     place
+}
+
+/// Of all GPUs, as the driver may hold its locks for one. A place that is being opened now has none.
+fn none_is_stuck() -> Result<(), CudaError> {
+    let places: Vec<_> = {
+        let all = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().map(|(_, place)| Arc::clone(place)).collect()
+    };
+    // Any of them may end here, which takes the lock of its place.
+    let stagers: Vec<_> = places.iter().filter_map(|place| place.try_lock().ok()?.stager.as_ref()?.upgrade()).collect();
+    stagers.iter().try_for_each(|stager| stager.is_not_stuck())
 }
 
 impl Stager {
@@ -464,17 +509,27 @@ impl Stager {
         // takes the same lock, so none may end here while it is held.
         let own = place(ordinal);
         let known;
-        let mut place = own.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut place = loop {
+            let place = own.lock().unwrap_or_else(PoisonError::into_inner);
+            let found = place.stager.as_ref().map(Weak::upgrade);
+            if !matches!(found, Some(None)) {
+                known = found.flatten();
+                break place;
+            }
+            // Whoever had it last is about to take the lock, and to end it.
+            drop(place);
+            std::thread::yield_now();
+        };
         if let Some(why) = &place.refused {
             return Err(why.clone());
         }
-        known = place.stager.upgrade();
         if let Some(stager) = &known {
             match stager.is_well() {
                 Ok(()) => return Ok(Arc::clone(stager)),
                 Err(why) if why.is_late() => return Err(format!("copies on {} hang", stager.describe())),
+                Err(why) if why.may_pass() => return Err(why.on(&stager.describe()).text),
                 // Its context has failed: whoever has it is told by its copies.
-                Err(_) => place.stager = Weak::new(),
+                Err(_) => place.stager = None,
             }
         }
         let lasting = |why: CudaError, place: &mut Place| {
@@ -485,37 +540,44 @@ impl Stager {
         };
         let mut stager = Self::open(ordinal).map_err(|why| lasting(why, &mut place))?;
         // A first mark on each stream: does this GPU write them?
-        let tried = BOTH.into_iter().try_for_each(|way| stager.fence(way, PATIENCE));
+        let tried = BOTH.into_iter().try_for_each(|way| {
+            // With nothing to wait for, what is refused here need not be tried for long.
+            stager.put_fence(stager.way(way))?;
+            stager.fence(way, PATIENCE)
+        });
         if let Err(why) = tried {
             if why.is_late() {
                 // Kept, or the next to ask would wait as long for another one.
                 let stager = Arc::new(stager);
-                place.stager = Arc::downgrade(&stager);
+                place.stager = Some(Arc::downgrade(&stager));
                 std::mem::forget(stager);
             }
             return Err(lasting(why, &mut place));
         }
         stager.place = Some(Arc::clone(&own));
         let stager = Arc::new(stager);
-        place.stager = Arc::downgrade(&stager);
+        place.stager = Some(Arc::downgrade(&stager));
         Ok(stager)
     }
 
     /// Whether copies are carried out, as far as can be seen; late if they were not and still aren't.
     fn is_well(&self) -> Result<(), CudaError> {
         self.is_not_stuck()?;
-        BOTH.into_iter().try_for_each(|way| self.query(way))?;
+        BOTH.into_iter().try_for_each(|way| self.query(way).map(|_| ()))?;
         BOTH.into_iter().filter(|way| self.way(*way).hangs()).try_for_each(|way| self.fence(way, SHORT_PATIENCE))
     }
 
     fn is_not_stuck(&self) -> Result<(), CudaError> {
-        if self.stuck.load(Ordering::Acquire) {
-            return Err(CudaError::late(format!(
-                "the driver does not return from starting a copy on {}",
-                self.describe()
-            )));
-        }
-        Ok(())
+        if self.is_stuck() { Err(self.does_not_return()) } else { Ok(()) }
+    }
+
+    fn is_stuck(&self) -> bool {
+        self.stuck.load(Ordering::Acquire) > 0
+    }
+
+    #[cold]
+    fn does_not_return(&self) -> CudaError {
+        CudaError::late(format!("the driver does not return from starting a copy on {}", self.describe()))
     }
 
     /// With the capture mode relaxed.
@@ -547,7 +609,7 @@ impl Stager {
             // SAFETY: ours, and nobody else knows it; it has copied nothing.
             unsafe { cu::cuCtxDestroy_v2(context) };
         })?;
-        Ok(Self { ordinal, name, context, ways, words: Mutex::new(words), stuck: AtomicBool::new(false), place: None })
+        Ok(Self { ordinal, name, context, ways, words: Mutex::new(words), stuck: AtomicU32::new(0), place: None })
     }
 
     /// With the context current.
@@ -596,14 +658,19 @@ impl Stager {
             std::mem::forget((pages, Arc::clone(self)));
             return;
         }
-        self.let_go(&pages);
+        self.let_go(pages);
     }
 
-    fn let_go(&self, pages: &Pages) {
-        // An error has no one to be told to: the driver is on its way out, or the context has failed.
-        let Ok(_entered) = Entered::enter(self.context) else { return };
-        // SAFETY: pinned by us, and nothing copies there any more.
-        unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) };
+    /// Pages that the driver does not let go of stay where they are: it still knows them by their addresses.
+    fn let_go(&self, pages: Pages) {
+        let gone = Entered::enter(self.context).and_then(|_entered| {
+            // SAFETY: pinned by us, and nothing copies there any more.
+            check("cuMemHostUnregister", unsafe { cu::cuMemHostUnregister(pages.base().as_ptr().cast()) })
+        });
+        if let Err(why) = unless_over(gone) {
+            tracing::debug!(target: "net", "{} bytes stay pinned: {why}", pages.len());
+            std::mem::forget(pages);
+        }
     }
 
     fn words(&self) -> MutexGuard<'_, Words> {
@@ -619,13 +686,17 @@ impl Stager {
         self.words().free.push(word);
     }
 
-    /// An error of the context, after which nothing of it is carried out.
-    fn query(&self, direction: Direction) -> Result<(), CudaError> {
-        let _entered = Entered::enter(self.context)?;
-        // SAFETY: a stream of ours.
-        match unsafe { cu::cuStreamQuery(self.way(direction).stream) } {
-            CUresult::CUDA_ERROR_NOT_READY => Ok(()),
-            result => check("cuStreamQuery", result),
+    /// Whether all that is in the stream is done. Or the error of the context, after which nothing of it is carried out.
+    fn query(&self, direction: Direction) -> Result<bool, CudaError> {
+        let asked = Entered::enter(self.context).and_then(|_entered| {
+            // SAFETY: a stream of ours.
+            check("cuStreamQuery", unsafe { cu::cuStreamQuery(self.way(direction).stream) })
+        });
+        match asked {
+            Ok(()) => Ok(true),
+            // A call that was short of memory says nothing of the context.
+            Err(why) if why.is_late() || why.result == CUresult::CUDA_ERROR_OUT_OF_MEMORY => Ok(false),
+            Err(why) => Err(why),
         }
     }
 
@@ -642,7 +713,9 @@ impl Stager {
         Ok(Some(number))
     }
 
-    /// Waits until all that is in the stream now is done, but no longer than that.
+    /// Waits until all that is in the stream now is done, but no longer than that, and shorter where others have waited in vain
+    /// and nothing has moved since: connections that are aborted one after the other wait for a GPU together. That a call is refused does not mean that
+    /// nothing is copied any more: only the stream's own error does, and is the only one but that it is late.
     fn fence(&self, direction: Direction, patience: Duration) -> Result<(), CudaError> {
         let way = self.way(direction);
         let mut number = None;
@@ -651,24 +724,45 @@ impl Stager {
                 self.is_not_stuck()?;
                 number = self.put_fence(way)?;
             }
-            Ok(number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))))
+            Ok::<_, CudaError>(
+                number.is_some_and(|number| is_reached(number, way.fenced.at(0).load(Ordering::Acquire))),
+            )
         };
+        let since = way.still_since();
+        let patience = patience.min(PATIENCE.saturating_sub(since.elapsed()).max(SHORT_PATIENCE));
         let begin = Instant::now();
         let waited = loop {
-            match done() {
+            // Before it looks: this thread may be what was late.
+            let over = begin.elapsed() > patience;
+            let refused = match done() {
                 Ok(true) => break Ok(()),
-                Ok(false) => {}
-                Err(error) => break unless_over(Err(error)),
+                Ok(false) => None,
+                Err(stuck) if stuck.is_late() => {
+                    // That stream itself may well go on.
+                    way.hangs.store(true, Ordering::Relaxed);
+                    return Err(stuck);
+                }
+                Err(why) => Some(why),
+            };
+            if over || refused.is_some() {
+                match self.query(direction) {
+                    Ok(true) => break Ok(()),
+                    Err(why) if !why.may_pass() => break unless_over(Err(why)),
+                    Ok(false) | Err(_) => {}
+                }
             }
-            // This thread may be what was late: it looks once more.
-            if begin.elapsed() > patience && matches!(done(), Ok(false)) {
+            if over {
                 let to = if direction == Direction::ToGpu { "to" } else { "from" };
-                let text = format!("copies {to} {} do not end; waited for {patience:?}", self.describe());
-                break self.query(direction).and_then(|()| Err(CudaError::late(text)));
+                let why = refused.map_or_else(String::new, |why| format!(" ({why})"));
+                break Err(CudaError::late(format!(
+                    "copies {to} {} do not end; waited for {}s{why}",
+                    self.describe(),
+                    since.elapsed().as_secs()
+                )));
             }
             std::thread::yield_now();
         };
-        way.hangs.store(waited.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
+        way.found(waited.as_ref().is_err_and(CudaError::is_late).then_some(since));
         waited
     }
 
@@ -678,6 +772,10 @@ impl Stager {
     pub(super) fn keep(&self, address: u64, length: usize) {
         // The smallest that an allocation of cuMemCreate may be; each call keeps the whole that it finds.
         const GRANULE: usize = 2 << 20;
+        if self.is_stuck() {
+            // Nor would this call return: who aborts goes first.
+            return;
+        }
         let Ok(_relaxed) = Relaxed::enter() else { return };
         let mut handle = 0;
         for at in (0..length).step_by(GRANULE).chain(length.checked_sub(1)) {
@@ -692,14 +790,26 @@ impl Drop for Stager {
     fn drop(&mut self) {
         let place = self.place.take();
         // Who wants the next waits: there is memory for one.
-        let _ended = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut place = place.as_ref().map(|place| place.lock().unwrap_or_else(PoisonError::into_inner));
+        self.end();
+        if let Some(place) = &mut place
+            && place.stager.as_ref().is_some_and(|stager| ptr::eq(stager.as_ptr(), self))
+        {
+            place.stager = None;
+        }
+    }
+}
+
+impl Stager {
+    /// Gives all back that nothing uses.
+    fn end(&mut self) {
         let pages = std::mem::take(&mut self.words().pages);
-        if self.stuck.load(Ordering::Acquire) || self.ways.iter().any(Way::hangs) {
+        if self.is_stuck() || self.ways.iter().any(Way::hangs) {
             // What still runs there has its memory for ever, and to destroy the context would be to wait for it.
             std::mem::forget(pages);
             return;
         }
-        pages.iter().for_each(|pages| self.let_go(pages));
+        pages.into_iter().for_each(|pages| self.let_go(pages));
         // After the driver's own end this is refused, and nothing is left of the context.
         let Ok(_relaxed) = Relaxed::enter() else { return };
         // SAFETY: ours, and everything that used it held this stager.
@@ -720,6 +830,8 @@ pub struct Lane {
     loose: AtomicBool,
     /// A wait for its copies was in vain: they have had their time.
     given_up: AtomicBool,
+    /// It is one of the stager's that are stuck.
+    stuck: AtomicBool,
 }
 
 /// The calls that start copies. No lock: whoever closes a lane has to know that nothing is started after, but can't wait for a
@@ -742,8 +854,14 @@ impl Starts {
         self.0.fetch_add(Self::UNDER_WAY, Ordering::AcqRel) & Self::CLOSED == 0
     }
 
-    fn close(&self) {
-        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel);
+    /// Whether one is under way.
+    fn close(&self) -> bool {
+        self.0.fetch_or(Self::CLOSED, Ordering::AcqRel) & Self::UNDER_WAY != 0
+    }
+
+    /// Asked before each operation: who closed may have given up this very call, and all that it copies with.
+    fn go_on(&self) -> Result<(), CudaError> {
+        if self.0.load(Ordering::Acquire) & Self::CLOSED == 0 { Ok(()) } else { Err(closed()) }
     }
 
     /// One is under way: a driver that does not return shows nowhere else.
@@ -779,6 +897,7 @@ impl Lane {
             marked: AtomicU32::new(0),
             loose: AtomicBool::new(false),
             given_up: AtomicBool::new(false),
+            stuck: AtomicBool::new(false),
         })
     }
 
@@ -801,15 +920,15 @@ impl Lane {
     pub unsafe fn start(&self, copies: impl Iterator<Item = Copy>) -> Result<(), String> {
         let started = if self.starts.begin() {
             // SAFETY: the caller's promise.
-            unless_over(unsafe { self.start_all(copies) }).map_err(|why| why.on(&self.stager.describe()).text)
+            unless_over(unsafe { self.start_all(copies) })
         } else {
-            Err("the connection has ended, nothing is copied any more".to_owned())
+            Err(closed())
         };
         if !self.starts.end() {
             // Someone may have given it up.
-            self.stager.stuck.store(false, Ordering::Release);
+            self.set_stuck(false);
         }
-        started
+        started.map_err(|why| why.on(&self.stager.describe()).text)
     }
 
     pub fn starts(&self) -> &Starts {
@@ -821,9 +940,11 @@ impl Lane {
     unsafe fn start_all(&self, copies: impl Iterator<Item = Copy>) -> Result<(), CudaError> {
         let _entered = Entered::enter(self.stager.context)?;
         let way = self.stager.way(self.direction);
-        self.loose.store(true, Ordering::Release);
         let mut operations = 0;
         for copy in copies {
+            // Also if its mark is refused.
+            self.loose.store(true, Ordering::Release);
+            self.starts.go_on()?;
             // Both fit: this is a machine of 64 bits.
             let length = usize::try_from(copy.length).unwrap_or(0);
             let host: *mut c_void = ptr::with_exposed_provenance_mut(usize::try_from(copy.host).unwrap_or(0));
@@ -841,6 +962,7 @@ impl Lane {
                 operations += 1;
             }
             if let Some(value) = copy.mark {
+                self.starts.go_on()?;
                 mark(way.stream, self.word.gpu(0), value)?;
                 operations += 1;
                 self.marked.store(value, Ordering::Release);
@@ -893,6 +1015,7 @@ impl Lane {
                 Height: lines,
             };
             if lines > 0 {
+                self.starts.go_on()?;
                 // SAFETY: by this function's contract; the description is read by the call.
                 let result = unsafe { cu::cuMemcpy2DAsync_v2(&raw const copy, stream) };
                 check("cuMemcpy2DAsync", result).map_err(|e| of_copy(e, lines * LINE, gpu))?;
@@ -909,11 +1032,12 @@ impl Lane {
 
     /// An error of the GPU, after which no mark is written.
     pub fn check(&self) -> Result<(), String> {
-        unless_over(self.stager.query(self.direction)).map_err(|why| why.on(&self.stager.describe()).text)
+        unless_over(self.stager.query(self.direction).map(|_| ())).map_err(|why| why.on(&self.stager.describe()).text)
     }
 
     fn patience(&self) -> Duration {
-        if self.given_up.load(Ordering::Relaxed) { SHORT_PATIENCE } else { PATIENCE }
+        let waited = self.given_up.load(Ordering::Relaxed) || self.stager.is_stuck();
+        if waited { SHORT_PATIENCE } else { PATIENCE }
     }
 
     /// From its return on no copy is started, unless the driver does not return from starting one. What was started before
@@ -922,17 +1046,36 @@ impl Lane {
         self.starts.close();
         let begin = Instant::now();
         while self.starts.under_way() {
-            if begin.elapsed() > self.patience() && self.starts.under_way() {
-                self.given_up.store(true, Ordering::Relaxed);
-                self.stager.stuck.store(true, Ordering::Release);
-                return self.stager.is_not_stuck();
+            if begin.elapsed() > self.patience() {
+                self.set_stuck(true);
+                // Whoever comes second sees the other: this, or the call that does return now.
+                if self.starts.close() {
+                    self.given_up.store(true, Ordering::Relaxed);
+                    return Err(self.stager.does_not_return());
+                }
+                self.set_stuck(false);
             }
             std::thread::yield_now();
         }
         Ok(())
     }
 
-    /// The same, and waits until all that was started is done, for 10 s at most, however little others have waited in vain.
+    /// Counted once, whoever sets it and whoever clears it.
+    fn set_stuck(&self, stuck: bool) {
+        if self.stuck.swap(stuck, Ordering::AcqRel) == stuck {
+            return;
+        }
+        let lanes = &self.stager.stuck;
+        if stuck {
+            lanes.fetch_add(1, Ordering::AcqRel);
+        } else {
+            // What was given up meanwhile is in the stream: nobody has it before that is done.
+            self.stager.way(self.direction).hangs.store(true, Ordering::Relaxed);
+            lanes.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+
+    /// The same, and waits until all that was started is done, for 10 s at most since its stream stands still.
     pub fn settle(&self) -> Result<(), CudaError> {
         self.close()?;
         if !self.loose.load(Ordering::Acquire) && self.reached() == self.marked.load(Ordering::Acquire) {
@@ -942,6 +1085,11 @@ impl Lane {
         self.given_up.fetch_or(settled.as_ref().is_err_and(CudaError::is_late), Ordering::Relaxed);
         settled
     }
+}
+
+#[cold]
+fn closed() -> CudaError {
+    CudaError::late("the connection has ended, nothing is copied any more".to_owned())
 }
 
 #[cold]
@@ -1047,9 +1195,9 @@ mod tests {
         let starts = Starts::default();
         assert!(starts.begin() && starts.under_way() && starts.end());
         assert!(!starts.under_way() && starts.count() == 1 && starts.begin());
-        starts.close();
-        assert!(starts.under_way() && !starts.end() && !starts.under_way());
-        assert!(!starts.begin() && !starts.end() && starts.count() == 3);
+        assert!(starts.go_on().is_ok() && starts.close());
+        assert!(starts.go_on().is_err() && starts.under_way() && !starts.end() && !starts.under_way());
+        assert!(!starts.close() && !starts.begin() && !starts.end() && starts.count() == 3);
     }
 
     /// On the machine's own GPU, where it has one.
