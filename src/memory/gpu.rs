@@ -755,9 +755,11 @@ impl Stager {
                 let to = if direction == Direction::ToGpu { "to" } else { "from" };
                 let why = refused.map_or_else(String::new, |why| format!(" ({why})"));
                 break Err(CudaError::late(format!(
-                    "copies {to} {} do not end; waited for {}s{why}",
+                    "copies {to} {} do not end; waited for {:?}{why}",
                     self.describe(),
-                    since.elapsed().as_secs()
+                    Duration::from_millis(
+                        since.elapsed().as_secs() * 1000 + u64::from(since.elapsed().subsec_millis() / 100 * 100)
+                    )
                 )));
             }
             std::thread::yield_now();
