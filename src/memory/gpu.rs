@@ -714,8 +714,9 @@ impl Stager {
     }
 
     /// Waits until all that is in the stream now is done, but no longer than that, and shorter where others have waited in vain
-    /// and nothing has moved since: connections that are aborted one after the other wait for a GPU together. That a call is refused does not mean that
-    /// nothing is copied any more: only the stream's own error does, and is the only one but that it is late.
+    /// and nothing has moved since: connections that are aborted one after the other wait for a GPU together. That a call is
+    /// refused does not mean that nothing is copied any more: only the stream's own error does, and is the only one but that it
+    /// is late.
     fn fence(&self, direction: Direction, patience: Duration) -> Result<(), CudaError> {
         let way = self.way(direction);
         let mut number = None;
@@ -755,11 +756,9 @@ impl Stager {
                 let to = if direction == Direction::ToGpu { "to" } else { "from" };
                 let why = refused.map_or_else(String::new, |why| format!(" ({why})"));
                 break Err(CudaError::late(format!(
-                    "copies {to} {} do not end; waited for {:?}{why}",
+                    "copies {to} {} do not end; waited for {:.1} s{why}",
                     self.describe(),
-                    Duration::from_millis(
-                        since.elapsed().as_secs() * 1000 + u64::from(since.elapsed().subsec_millis() / 100 * 100)
-                    )
+                    since.elapsed().as_secs_f64()
                 )));
             }
             std::thread::yield_now();
