@@ -72,6 +72,8 @@ mod tests {
             .env("LD_LIBRARY_PATH", crate::cuda::folder())
             .env("NCCL_IBVERBS_LIB", built("soft-hca/libibverbs.so.1"))
             .env("NCCL_NET_RDMA_GPU_PATH", "host")
+            // Else it would be staged all the same.
+            .env("NCCL_NET_RDMA_STRICT", "1")
             .env("NCCL_SOCKET_IFNAME", "lo")
             .env("SOFT_HCA_REGISTRY", own.path())
             .output()
