@@ -209,7 +209,8 @@ mod tests {
         let args = ["bench", "paths", "--paths", "host", "--rounds", "1", "--budget", "60000", "--time-limit", "1"];
         let output = nccl_rdma("", &args);
         let shown = text(&output);
-        assert!(!output.status.success() && shown.contains("FAIL host: at 8 bytes: "), "{shown}");
+        // A fast machine comes past the first size.
+        assert!(!output.status.success() && shown.contains("FAIL host: at ") && shown.contains(" bytes: "), "{shown}");
         assert!(shown.contains("time is over (--time-limit)"), "{shown}");
     }
 
