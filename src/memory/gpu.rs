@@ -594,7 +594,7 @@ impl Stager {
             let help = match result {
                 CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
                     ": a context for copies takes 265 MiB of its memory; lower the fraction that the framework takes, or \
-                     NCCL_NET_RDMA_GPU_PATH=host"
+                     NCCL_NET_GDR_LEVEL=LOC"
                 }
                 _ => "",
             };
