@@ -1111,6 +1111,27 @@ fn send(p: &mut Pair, memory: &Memory) -> Result<Option<u8>, Fault> {
     unsafe { p.sender.isend(memory.bytes.as_ptr() as u64, memory.bytes.len() as u64, 0, memory.keys()) }
 }
 
+/// A refused isend is tried again and again, and what comes of it may not hang on how often.
+#[test]
+fn tries_in_vain_leave_the_qps_in_turn() {
+    let mut p = pair(1, 2, 1, 1 << 20);
+    let (from, mut to) = (Memory::new(vec![7; 8], None, 0..0), Memory::new(vec![0; 8], None, 0..0));
+    for _ in 0..3 {
+        receive(&mut p, &mut to);
+    }
+    let mut rng = Rng(5);
+    while p.net.borrow_mut().step(&mut rng) {}
+    // All requests but two are open.
+    (2..SEND_REQUESTS).for_each(|_| assert!(p.sender.refuse(8).is_some()));
+    let sent = [(); 2].map(|()| send(&mut p, &from).expect("no fault").expect("room"));
+    assert_eq!([0, 1].map(|qp| p.sender.room(qp)), [SEND_WRS - 1; 2]);
+    assert_eq!(send(&mut p, &from).expect("no fault"), None);
+    while p.net.borrow_mut().step(&mut rng) {}
+    assert!(sent.iter().all(|&s| matches!(p.sender.test(s), Ok(SendProgress::Done { .. }))));
+    send(&mut p, &from).expect("no fault").expect("room");
+    assert_eq!([0, 1].map(|qp| p.sender.room(qp)), [SEND_WRS - 1, SEND_WRS], "the first QP's turn");
+}
+
 /// The copy of the first part and the sending of the rest overlap at both ends, whoever stages.
 #[test]
 fn a_receiver_that_stages_gets_portions_from_any_sender() {
