@@ -1,6 +1,6 @@
 #!/bin/bash
-# The contract driver between two hosts over the kernel's Soft-RoCE, every byte checked. Runs on both machines of ci/vm, once
-# for each row of the table at the end; needs dist/.
+# The contract driver, and `bench paths`, between two hosts over the kernel's Soft-RoCE, every byte checked. Runs on both
+# machines of ci/vm, once for each row of the table at the end; needs dist/.
 #   data.sh [REGEX]   only the rows whose name it matches
 set -euo pipefail
 plugin=$PWD/dist/lib/libnccl-net-rdma.so
@@ -22,6 +22,7 @@ packets() { # that each rail has sent
 # The first host plays, the second joins. What a row says about itself must be true at both ends: the MTU, how the GID begins
 # that the plugin chose, and how many rails send packets.
 rows=0
+driver=(contract --procs 2)
 row() { # name, beginning of the GID, MTU of the second host's interfaces, rails, settings of the plugin, arguments of the driver
     [[ $1 =~ $only ]] || return 0
     local name=$1 gid=$2 mtu=$3 rails=$4 settings start=$SECONDS before after rail said roce_mtu=4096
@@ -39,7 +40,7 @@ row() { # name, beginning of the GID, MTU of the second host's interfaces, rails
         env "${settings[@]}" "$nccl_rdma" join r0:7000
     else
         printf '\n==== %s: %s\n' "$name" "${settings[*]}"
-        env "${settings[@]}" "$nccl_rdma" contract --plugin "$plugin" --meet 0.0.0.0:7000 --procs 2 "$@"
+        env "${settings[@]}" "$nccl_rdma" "${driver[@]}" --plugin "$plugin" --meet 0.0.0.0:7000 "$@"
     fi
     vm barrier "row $name played"
     mapfile -t after < <(packets)
@@ -69,5 +70,7 @@ ip6=NCCL_IB_ADDR_FAMILY=AF_INET6
         many-connections random mr-while-sending connect-while-sending abort-sends abort-receives dies-sending)
     row "two devices, fused"       10.77. 9000 2     ""       --quick $(cases fused)
     row "two rails, IPv6, MTU 1024 at one end" fd77: 1500 2 "$both $ip6" $quick $(cases sizes two-ways groups-8)
+    driver=(bench paths)
+    row "paths measured"           10.77. 9000 1     $one     --paths host --max 64K --rounds 2 --out /run/vm/paths
 }
 [[ $RANK != 0 ]] || printf '\nSoft-RoCE, data: %s rows passed in %s s\n' "$rows" "$SECONDS"
