@@ -6,6 +6,8 @@ mod driver;
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
+use std::iter;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -32,9 +34,15 @@ pub(crate) struct CostArgs {
     /// Only the settings whose name has this in it
     #[arg(long, value_name = "TEXT", default_value = "", conflicts_with = "save")]
     only: String,
+    /// Another plugin to count beside it, both by the newest version of the interface that they know, as NCCL would
+    #[arg(long, value_name = "PATH")]
+    peer: Option<PathBuf>,
     /// Run one setting and count nothing: what callgrind looks at
     #[arg(long, hide = true, value_name = "SETTING")]
     drive: Option<String>,
+    /// By the newest version that the plugin knows
+    #[arg(long, hide = true)]
+    newest: bool,
 }
 
 /// Whose instructions they are.
@@ -69,7 +77,8 @@ struct Committed {
 
 pub(crate) fn run(args: &CostArgs) -> anyhow::Result<()> {
     if let Some(name) = &args.drive {
-        return driver::run(&args.plugin, Setting::named(name)?);
+        let setting = Setting::named(name)?;
+        return driver::run(&args.plugin, (!args.newest).then(|| setting.version()), setting);
     }
     let committed: Committed = match fs::read_to_string(&args.committed) {
         Ok(text) => serde_json::from_str(&text).with_context(|| args.committed.display().to_string())?,
@@ -80,11 +89,21 @@ pub(crate) fn run(args: &CostArgs) -> anyhow::Result<()> {
         println!("committed with {}, now {compiler}: differences may be the compiler's\n", committed.compiler);
     }
     let folder = tempfile::Builder::new().prefix("nccl-rdma-cost-").tempdir()?;
+    let adapter = args.adapter.canonicalize().with_context(|| args.adapter.display().to_string())?;
+    for name in ["libibverbs.so", "libibverbs.so.1"] {
+        symlink(&adapter, folder.path().join(name))?;
+    }
     let measured =
         SETTINGS.iter().filter(|s| s.name.contains(&args.only)).try_fold(BTreeMap::new(), |mut all, setting| {
-            let figures =
-                measure(args, setting, folder.path()).with_context(|| format!("setting {:?}", setting.name))?;
+            let measure = |plugin, newest| {
+                measure(args, plugin, newest, setting, folder.path())
+                    .with_context(|| format!("setting {:?}", setting.name))
+            };
+            let figures = measure(&args.plugin, false)?;
             print(setting, &figures, committed.settings.get(setting.name));
+            if let Some(peer) = args.peer.as_ref().filter(|_| setting.is_general()) {
+                print_peer(setting, &measure(&args.plugin, true)?, &measure(peer, true)?);
+            }
             all.insert(setting.name.to_owned(), figures);
             anyhow::Ok(all)
         });
@@ -105,30 +124,36 @@ fn compiler() -> anyhow::Result<String> {
 }
 
 /// Counts one setting.
-fn measure(args: &CostArgs, setting: &Setting, folder: &Path) -> anyhow::Result<Figures> {
+fn measure(args: &CostArgs, plugin: &Path, newest: bool, setting: &Setting, folder: &Path) -> anyhow::Result<Figures> {
     let (profile, fabric) = (folder.join("profile"), folder.join("fabric.toml"));
     fs::write(&fabric, driver::FABRIC)?;
+    let driver = std::env::current_exe()?;
     let mut command = Command::new("valgrind");
     command
         .args(["--tool=callgrind", "--separate-callers=16", "--dump-line=yes", "--dump-instr=no"])
         .args(["--compress-strings=no", "--compress-pos=no", "--collect-atstart=no"])
         .arg(format!("--toggle-collect={MEASURED}*"))
         .arg(format!("--callgrind-out-file={}", profile.display()))
-        .arg(std::env::current_exe()?)
+        .arg(&driver)
         .args(["cost", "--drive", setting.name, "--committed"])
         .arg(&args.committed)
         .arg("--plugin")
-        .arg(&args.plugin)
+        .arg(plugin)
         .arg("--adapter")
-        .arg(&args.adapter);
+        .arg(&args.adapter)
+        .args(newest.then_some("--newest"));
     // Settings of the person who measures must not change the figures.
     for (name, _) in std::env::vars_os() {
         if ["NCCL_", "SOFT_HCA_"].iter().any(|prefix| name.to_string_lossy().starts_with(prefix)) {
             command.env_remove(name);
         }
     }
+    let search = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    let search = std::env::join_paths(iter::once(folder.to_owned()).chain(std::env::split_paths(&search)))?;
     command
         .env("NCCL_IBVERBS_LIB", &args.adapter)
+        // Others find the adapter by its name.
+        .env("LD_LIBRARY_PATH", search)
         .env("NCCL_SOCKET_IFNAME", "lo")
         .env("SOFT_HCA_FABRIC", &fabric)
         .env("SOFT_HCA_HOST", "here")
@@ -138,7 +163,7 @@ fn measure(args: &CostArgs, setting: &Setting, folder: &Path) -> anyhow::Result<
     let output = command.output().context("valgrind cannot be started")?;
     ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     let profile = fs::read_to_string(&profile).context("callgrind's profile")?;
-    let objects = Objects { plugin: file_name(&args.plugin), adapter: file_name(&args.adapter) };
+    let objects = Objects { plugin: file_name(plugin), adapter: file_name(&args.adapter), driver: file_name(&driver) };
     count(setting, &profile, &objects)
 }
 
@@ -146,10 +171,11 @@ fn file_name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Names of the libraries.
+/// Names of the files.
 struct Objects {
     plugin: String,
     adapter: String,
+    driver: String,
 }
 
 /// Sums a profile up.
@@ -168,7 +194,10 @@ fn count(setting: &Setting, profile: &str, objects: &Objects) -> anyhow::Result<
         let Some(&times) = times.get(call) else { return };
         let object = line.object.rsplit('/').next().unwrap_or("");
         let ours = |object: &str| object == objects.plugin || object == objects.adapter;
-        let owner = line.chain.split('\'').find_map(|name| homes.get(name).copied().filter(|object| ours(object)));
+        // NCCL's side of a callback is not the plugin's.
+        let owner = (object != objects.driver)
+            .then(|| line.chain.split('\'').find_map(|name| homes.get(name).copied().filter(|object| ours(object))))
+            .flatten();
         let instructions = line.instructions as f64;
         let add = |split: &mut Split, per: usize| {
             let share = instructions / per as f64;
@@ -278,6 +307,30 @@ fn print(setting: &Setting, figures: &Figures, committed: Option<&Figures>) {
     println!();
 }
 
+const PEER: Table = Table(&[
+    ("the same, newest version", -30),
+    ("plugin", 9),
+    ("peer", 9),
+    ("peer/plugin", 11),
+    ("adapter", 9),
+    ("peer's", 9),
+]);
+
+fn print_peer(setting: &Setting, plugin: &Figures, peer: &Figures) {
+    println!("{}", PEER.head());
+    let row = |name: &str, plugin: &Split, peer: &Split| {
+        let ratio = format!("{:.2}", peer.plugin / plugin.plugin);
+        let (plugin, peer) = ([plugin.plugin, plugin.adapter].map(shown), [peer.plugin, peer.adapter].map(shown));
+        let ([plugin, adapter], [peer, peer_adapter]) = (plugin, peer);
+        println!("{}", PEER.row([name.to_owned(), plugin, peer, ratio, adapter, peer_adapter]));
+    };
+    for (call, _) in driver::calls(setting) {
+        row(call, &plugin.calls[call], &peer.calls[call]);
+    }
+    row("a message, both ends", &plugin.message, &peer.message);
+    println!();
+}
+
 fn shown(count: f64) -> String {
     format!("{count:.1}")
 }
@@ -310,12 +363,14 @@ mod tests {
                 ("/x/adapter.so", format!("post'entry'{chain}"), 5),
                 ("/lib/libc.so.6", format!("memcpy'post'entry'{chain}"), 3),
                 ("/lib/libc.so.6", format!("memset'entry'{chain}"), 2),
-                ("/x/driver", chain.clone(), 7),
+                ("/x/driver", format!("callback'entry'{chain}"), 4),
+                ("/x/driver", chain.clone(), 3),
             ] {
                 profile += &format!("ob={object}\nfl=???\nfn={function}\n0 {}\n", each * times);
             }
         }
-        let objects = Objects { plugin: "plugin.so".to_owned(), adapter: "adapter.so".to_owned() };
+        let [plugin, adapter, driver] = ["plugin.so", "adapter.so", "driver"].map(str::to_owned);
+        let objects = Objects { plugin, adapter, driver };
         let figures = count(&SETTINGS[0], &profile, &objects).unwrap();
         let each = Split { plugin: 12.0, adapter: 5.0, copy: 3.0, driver: 7.0 };
         assert_eq!(figures.calls["isend"], each);

@@ -675,7 +675,7 @@ impl RecvComm {
         {
             // SAFETY: NCCL passes one name for each buffer.
             let parents = unsafe { std::slice::from_raw_parts(buffers.parents, buffers.len) };
-            profile.begin(request, parents.iter().copied().zip(buffers.as_slice().iter().map(|b| b.size)));
+            profile.begin(request, buffers.as_slice(), parents);
         }
     }
 

@@ -1,7 +1,7 @@
 //! What NCCL's profiler is told: each work request of a send, from its post to its completion, on the QP that it goes over.
 //!
 //! A QP completes its requests in order, so their events are a queue by QP. The sender knows nothing of it: its way to the
-//! QPs is wrapped.
+//! QPs is wrapped. NCCL has a callback whether or not there is a profiler, so what nobody wants costs the question alone.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -13,7 +13,7 @@ use crate::verbs::{Completion, VerbsError, Wc, WcBatch, WriteWr};
 
 use super::wire::Post;
 use super::wr_id::{Kind, WrId};
-use super::{Lanes, MAX_GROUP, RECV_REQUESTS, SEND_REQUESTS, SEND_WRS};
+use super::{Buffer, Lanes, MAX_GROUP, RECV_REQUESTS, SEND_REQUESTS, SEND_WRS};
 
 /// NCCL's own name of a transfer, of which the events are parts; never followed here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,12 +53,19 @@ pub trait Profiler: fmt::Debug + Send + Sync {
     fn end(&self, event: NonNull<c_void>);
 }
 
+/// An event with the work request that ends it.
+#[derive(Debug, Clone, Copy)]
+struct Begun {
+    wr_id: u64,
+    event: NonNull<c_void>,
+}
+
 /// The events of a QP, oldest first.
 #[derive(Debug)]
 struct Lane {
     rail: usize,
     qp_num: u32,
-    events: [Cell<Event>; SEND_WRS as usize],
+    events: [Cell<Option<Begun>>; SEND_WRS as usize],
     first: Cell<usize>,
     len: Cell<usize>,
 }
@@ -69,19 +76,21 @@ impl Lane {
         Self { rail, qp_num, events, first: Cell::new(0), len: Cell::new(0) }
     }
 
-    fn push(&self, event: Event) {
-        self.events[(self.first.get() + self.len.get()) % self.events.len()].set(event);
+    fn push(&self, begun: Begun) {
+        self.events[(self.first.get() + self.len.get()) % self.events.len()].set(Some(begun));
         self.len.set(self.len.get() + 1);
     }
 
     fn pop(&self) -> Event {
-        if self.len.get() == 0 {
-            return None;
-        }
         let first = self.first.get();
+        let begun = self.events[first].take()?;
         self.first.set((first + 1) % self.events.len());
         self.len.set(self.len.get() - 1);
-        self.events[first].take()
+        Some(begun.event)
+    }
+
+    fn is_next(&self, wr_id: u64) -> bool {
+        self.events[self.first.get()].get().is_some_and(|begun| begun.wr_id == wr_id)
     }
 }
 
@@ -91,33 +100,48 @@ struct Log {
     /// By request.
     parents: [Cell<Parent>; SEND_REQUESTS],
     lanes: Box<[Lane]>,
+    /// Events that have begun and not ended.
+    open: Cell<usize>,
 }
 
 impl Log {
+    #[inline]
     fn begin(&self, qp: usize, w: &WriteWr) {
-        let lane = &self.lanes[qp];
         // What is not of a send (a count of hinted receives) has no parent.
         let parent = self.parents.get(usize::from(WrId::unpack(w.wr_id).request)).map_or(Parent::NONE, Cell::get);
-        let event = if parent == Parent::NONE {
-            None
-        } else {
-            let operation = if w.imm.is_some() { Operation::WriteWithImm } else { Operation::Write };
-            let bytes = u64::from(w.length);
-            let posted = Posted { rail: lane.rail, wr_id: w.wr_id, operation, qp_num: lane.qp_num, bytes };
-            self.profiler.begin(parent, &posted)
-        };
-        lane.push(event);
+        if parent == Parent::NONE {
+            return;
+        }
+        let lane = &self.lanes[qp];
+        let operation = if w.imm.is_some() { Operation::WriteWithImm } else { Operation::Write };
+        let bytes = u64::from(w.length);
+        let posted = Posted { rail: lane.rail, wr_id: w.wr_id, operation, qp_num: lane.qp_num, bytes };
+        if let Some(event) = self.profiler.begin(parent, &posted) {
+            lane.push(Begun { wr_id: w.wr_id, event });
+            self.open.set(self.open.get() + 1);
+        }
     }
 
-    fn end(&self, wr_id: u64) {
-        let id = WrId::unpack(wr_id);
-        if let (Kind::Data, Some(lane)) = (id.kind, self.lanes.get(usize::from(id.qp))) {
-            self.end_oldest(lane);
+    #[cold]
+    fn end(&self, completions: &[Wc]) {
+        for wc in completions {
+            let wr_id = match wc.read() {
+                Completion::Sent { wr_id } => wr_id,
+                Completion::Failed(failure) => failure.wr_id,
+                Completion::Arrived(_) => continue,
+            };
+            let id = WrId::unpack(wr_id);
+            if let (Kind::Data, Some(lane)) = (id.kind, self.lanes.get(usize::from(id.qp)))
+                && lane.is_next(wr_id)
+            {
+                self.end_oldest(lane);
+            }
         }
     }
 
     fn end_oldest(&self, lane: &Lane) {
         if let Some(event) = lane.pop() {
+            self.open.set(self.open.get() - 1);
             self.profiler.end(event);
         }
     }
@@ -141,6 +165,7 @@ impl<P> Profiled<P> {
                 profiler,
                 parents: [const { Cell::new(Parent::NONE) }; SEND_REQUESTS],
                 lanes: (0..lanes.total()).map(|qp| Lane::new(qp / lanes.qps, qp_nums(qp))).collect(),
+                open: Cell::new(0),
             })
         });
         Self { post, log }
@@ -188,14 +213,8 @@ impl<P: Post> Post for Profiled<P> {
     #[inline(always)]
     fn poll<'a>(&self, rail: usize, batch: &'a mut WcBatch) -> Result<&'a [Wc], VerbsError> {
         let completions = self.post.poll(rail, batch)?;
-        if let Some(log) = &self.log {
-            for wc in completions {
-                match wc.read() {
-                    Completion::Sent { wr_id } => log.end(wr_id),
-                    Completion::Failed(failure) => log.end(failure.wr_id),
-                    Completion::Arrived(_) => {}
-                }
-            }
+        if let Some(log) = self.log.as_ref().filter(|log| log.open.get() > 0) {
+            log.end(completions);
         }
         Ok(completions)
     }
@@ -209,25 +228,43 @@ pub struct Arrivals {
     profiler: Arc<dyn Profiler>,
     qp_num: u32,
     events: Box<[[Event; MAX_GROUP]; RECV_REQUESTS]>,
+    /// Of all requests.
+    open: usize,
 }
 
 impl Arrivals {
     pub fn new(profiler: Arc<dyn Profiler>, qp_num: u32) -> Self {
-        Self { profiler, qp_num, events: Box::new([[None; MAX_GROUP]; RECV_REQUESTS]) }
+        Self { profiler, qp_num, events: Box::new([[None; MAX_GROUP]; RECV_REQUESTS]), open: 0 }
     }
 
-    /// A receive of buffers of these sizes and parents is posted.
-    pub fn begin(&mut self, request: usize, buffers: impl Iterator<Item = (Parent, u64)>) {
-        for (place, (parent, bytes)) in self.events[request].iter_mut().zip(buffers) {
-            let posted =
-                Posted { rail: 0, wr_id: request as u64, operation: Operation::Receive, qp_num: self.qp_num, bytes };
-            *place = if parent == Parent::NONE { None } else { self.profiler.begin(parent, &posted) };
+    /// A receive of these buffers is posted, each a part of its parent.
+    #[inline]
+    pub fn begin(&mut self, request: usize, buffers: &[Buffer], parents: &[Parent]) {
+        for ((place, buffer), &parent) in self.events[request].iter_mut().zip(buffers).zip(parents) {
+            if parent == Parent::NONE {
+                continue;
+            }
+            let (wr_id, operation) = (request as u64, Operation::Receive);
+            let posted = Posted { rail: 0, wr_id, operation, qp_num: self.qp_num, bytes: buffer.size };
+            if let Some(event) = self.profiler.begin(parent, &posted) {
+                *place = Some(event);
+                self.open += 1;
+            }
         }
     }
 
     /// It is done.
+    #[inline]
     pub fn end(&mut self, request: usize) {
+        if self.open > 0 {
+            self.end_all(request);
+        }
+    }
+
+    #[cold]
+    fn end_all(&mut self, request: usize) {
         for event in self.events[request].iter_mut().filter_map(Option::take) {
+            self.open -= 1;
             self.profiler.end(event);
         }
     }
@@ -242,6 +279,9 @@ mod tests {
 
     const LANES: Lanes = Lanes { rails: 2, qps: 2 };
 
+    /// A parent of which no event is wanted.
+    const UNWANTED: usize = 1000;
+
     /// What it was told, as text; events are numbered from 1.
     #[derive(Debug, Default)]
     struct Notes(Mutex<(usize, Vec<String>)>);
@@ -254,6 +294,9 @@ mod tests {
 
     impl Profiler for Notes {
         fn begin(&self, parent: Parent, p: &Posted) -> Event {
+            if parent == self::parent(UNWANTED) {
+                return None;
+            }
             let mut notes = self.0.lock().expect("no panic");
             notes.0 += 1;
             let event = notes.0;
@@ -376,10 +419,28 @@ mod tests {
     }
 
     #[test]
+    fn what_a_profiler_did_not_want_ends_nothing() {
+        let notes = Arc::new(Notes::default());
+        let profiler: Arc<dyn Profiler> = Arc::clone(&notes) as Arc<dyn Profiler>;
+        let way = Profiled::new(Wire::default(), Some(profiler), LANES, |_| 0);
+        for (request, name) in [(1, UNWANTED), (2, 22), (3, UNWANTED), (4, 44)] {
+            way.adopt(Some(request), parent(name));
+            write(&way, request, 0, None);
+        }
+        notes.take();
+        for (request, told) in [(1, None), (2, Some("1 ends")), (3, None), (4, Some("2 ends"))] {
+            complete(&way, &[id(request, 0)]);
+            assert_eq!(notes.take(), Vec::from_iter(told));
+        }
+    }
+
+    #[test]
     fn a_receive_is_an_event_for_each_buffer() {
         let notes = Arc::new(Notes::default());
         let mut arrivals = Arrivals::new(Arc::clone(&notes) as Arc<dyn Profiler>, 42);
-        arrivals.begin(3, [(parent(1), 10), (Parent::NONE, 20), (parent(3), 30)].into_iter());
+        let keys = NonNull::dangling();
+        let buffers = [10, 20, 30].map(|size| Buffer { address: 0, size, tag: 0, keys });
+        arrivals.begin(3, &buffers, &[parent(1), Parent::NONE, parent(3)]);
         assert_eq!(
             notes.take(),
             ["1 begins in 1: Receive of 10 on rail 0 QP 42", "2 begins in 3: Receive of 30 on rail 0 QP 42"]

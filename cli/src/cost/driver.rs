@@ -32,6 +32,16 @@ impl Setting {
         SETTINGS.iter().find(|s| s.name == name).with_context(|| format!("no setting {name:?}"))
     }
 
+    /// Always one version, so that figures can be compared; the first that knows hints where these count.
+    pub(crate) fn version(&self) -> Version {
+        if self.hinted { Version::V9 } else { Version::V8 }
+    }
+
+    /// Whether it means something to any plugin.
+    pub(crate) fn is_general(&self) -> bool {
+        !self.env.iter().any(|(name, _)| name.starts_with("NCCL_NET_RDMA_"))
+    }
+
     fn rounds(&self) -> usize {
         MESSAGES / (self.depth * self.group)
     }
@@ -219,11 +229,9 @@ impl Pair<'_> {
     }
 }
 
-/// Connects and runs one setting.
-pub(crate) fn run(plugin: &Path, setting: &Setting) -> anyhow::Result<()> {
-    // Always one version, so that figures can be compared; the first that knows hints where these count.
-    let version = if setting.hinted { Version::V9 } else { Version::V8 };
-    let (plugin, _) = pipe::open(plugin, Some(version), 0)?;
+/// Connects and runs one setting, by this version of the interface or the newest that the plugin knows.
+pub(crate) fn run(plugin: &Path, version: Option<Version>, setting: &Setting) -> anyhow::Result<()> {
+    let (plugin, _) = pipe::open(plugin, version, 0)?;
     let (mut handle, listener) = plugin.listen(0)?;
     let (mut send, mut recv) = (None, None);
     let deadline = Instant::now() + Duration::from_secs(60);
