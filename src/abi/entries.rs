@@ -609,6 +609,36 @@ pub(super) unsafe extern "C" fn isend<S: Size>(
     unsafe { send(send_comm, data, size, tag, mhandle, Parent::NONE, request) }
 }
 
+/// What irecv is told of each buffer.
+struct Arrays<S> {
+    data: NonNull<*mut c_void>,
+    sizes: NonNull<S>,
+    tags: NonNull<c_int>,
+    mhandles: NonNull<*mut c_void>,
+}
+
+impl<S: Size> Arrays<S> {
+    /// # Safety
+    /// Each has `n` entries, and the handles are registrations of the comm.
+    #[inline(always)] // as receive
+    unsafe fn fill(&self, buffers: &mut net::Buffers, n: usize) -> Result<(), NetError> {
+        for i in 0..n {
+            // SAFETY: one of n, by this function's contract.
+            let address = unsafe { entry(self.data, i) } as u64;
+            // SAFETY: as above.
+            let size = unsafe { entry(self.sizes, i) };
+            // SAFETY: as above.
+            let tag = unsafe { entry(self.tags, i) };
+            // SAFETY: as above.
+            let handle = unsafe { entry(self.mhandles, i) };
+            let Some(size) = size.message() else { return Err(no_message("irecv", size)) };
+            // SAFETY: by this function's contract.
+            buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
+        }
+        Ok(())
+    }
+}
+
 /// irecv; `parents` is NULL, or what NCCL's profiler calls each buffer.
 ///
 /// # Safety
@@ -634,23 +664,21 @@ unsafe fn receive<S: Size>(
         let n = group(n)?;
         let (data, sizes) = (given(data, "data")?, given(sizes, "sizes")?);
         let (tags, mhandles) = (given(tags, "tags")?, given(mhandles, "mhandles")?);
+        let arrays = Arrays { data, sizes, tags, mhandles };
         let mut buffers = net::Buffers::new();
-        for i in 0..n {
-            // SAFETY: NCCL passes n entries in each array; this is one of them.
-            let address = unsafe { entry(data, i) } as u64;
-            // SAFETY: as above.
-            let size = unsafe { entry(sizes, i) };
-            // SAFETY: as above.
-            let tag = unsafe { entry(tags, i) };
-            // SAFETY: as above.
-            let handle = unsafe { entry(mhandles, i) };
-            let Some(size) = size.message() else { return Err(no_message("irecv", size)) };
-            // SAFETY: NCCL passes registrations of this comm.
-            buffers.push(address, size, tag.cast_unsigned(), unsafe { registration(handle) }?);
-        }
         buffers.named(parents);
-        // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
-        let posted = if hinted { unsafe { comm.irecv_hinted(&buffers) } } else { unsafe { comm.irecv(&buffers) } }?;
+        // One buffer, as nearly all receives have: known to the compiler, which then makes no loops.
+        let posted = if n == 1 && !hinted {
+            // SAFETY: NCCL passes one entry in each array.
+            unsafe { arrays.fill(&mut buffers, 1) }?;
+            // SAFETY: NCCL makes one data path call on a comm at a time and keeps the memory until test says done.
+            unsafe { comm.irecv(&buffers) }
+        } else {
+            // SAFETY: NCCL passes n entries in each array.
+            unsafe { arrays.fill(&mut buffers, n) }?;
+            // SAFETY: as above.
+            if hinted { unsafe { comm.irecv_hinted(&buffers) } } else { unsafe { comm.irecv_group(&buffers) } }
+        }?;
         // SAFETY: as above.
         unsafe { out.write(request_pointer(posted)) };
         Ok(())
@@ -757,24 +785,34 @@ pub(super) unsafe extern "C" fn test(request: *mut c_void, done: *mut c_int, siz
         unsafe { done.write(0) };
         let request = given(request, "the request")?;
         // SAFETY: NCCL tests requests that are open, from the thread of their comm.
-        let reported = match unsafe { Comm::test(request) }? {
+        match unsafe { Comm::test(request) }? {
             Tested::Pending => return Ok(()),
-            Tested::Sent { size } => &[size][..],
-            Tested::Received { sizes } => sizes,
-            Tested::Flushed => &[],
-        };
-        if let Some(sizes) = NonNull::new(sizes) {
-            for (i, &size) in reported.iter().enumerate() {
-                // SAFETY: NCCL passes one int for a send, and one for each buffer of a receive.
-                let place = unsafe { sizes.add(i) };
-                // SAFETY: as above.
-                unsafe { place.write(narrow(size)) };
+            // SAFETY: NCCL passes one int for a send, and one for each buffer of a receive.
+            Tested::Sent { size } => unsafe { report(sizes, 0, size) },
+            Tested::Received { sizes: received } => {
+                for (i, &size) in received.iter().enumerate() {
+                    // SAFETY: as above.
+                    unsafe { report(sizes, i, size) };
+                }
             }
+            Tested::Flushed => {}
         }
         // SAFETY: as above.
         unsafe { done.write(1) };
         Ok(())
     })
+}
+
+/// # Safety
+/// `sizes` is NULL or has more than `i` entries.
+#[inline]
+unsafe fn report(sizes: *mut c_int, i: usize, size: u64) {
+    if let Some(sizes) = NonNull::new(sizes) {
+        // SAFETY: by this function's contract.
+        let place = unsafe { sizes.add(i) };
+        // SAFETY: as above.
+        unsafe { place.write(narrow(size)) };
+    }
 }
 
 /// test has an int for a size in every version: one above that is told as the largest int. NCCL only asks whether the sum

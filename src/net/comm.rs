@@ -434,6 +434,16 @@ impl Comm {
         }
     }
 
+    /// As [`Comm::irecv`], off the path of single buffers.
+    ///
+    /// # Safety
+    /// As [`Comm::irecv`].
+    #[inline(never)]
+    pub unsafe fn irecv_group(&self, buffers: &Buffers) -> Result<Option<Request>, NetError> {
+        // SAFETY: by this function's contract.
+        unsafe { self.irecv(buffers) }
+    }
+
     /// As [`Comm::irecv`], of a receive for which NCCL needs no completion: where the peer knows such and it is a single
     /// one, it is done at its first test.
     ///
@@ -445,7 +455,7 @@ impl Comm {
         let receiver = unsafe { &mut *comm.hot.get() };
         let [buffer] = buffers.as_slice() else {
             // SAFETY: by this function's contract.
-            return unsafe { self.irecv(buffers) };
+            return unsafe { self.irecv_group(buffers) };
         };
         if comm.base.alert.raised() {
             comm.mind(receiver)?;
@@ -486,7 +496,7 @@ impl Comm {
     /// # Safety
     /// `request` came from isend, irecv or iflush, was not reported as done, and its comm is not closed. No other data path
     /// call on that comm runs at once, nor while the result is in use.
-    #[inline]
+    #[inline(always)] // else what a test finds goes through memory
     pub unsafe fn test<'a>(request: Request) -> Result<Tested<'a>, NetError> {
         let index = request.addr().get() & 0xff;
         // SAFETY: a request is its comm's address with the index in the low byte, which is 0 in a comm's address.
@@ -674,8 +684,7 @@ impl RecvComm {
             && !buffers.parents.is_null()
         {
             // SAFETY: NCCL passes one name for each buffer.
-            let parents = unsafe { std::slice::from_raw_parts(buffers.parents, buffers.len) };
-            profile.begin(request, buffers.as_slice(), parents);
+            unsafe { profile.begin(request, buffers.as_slice(), buffers.parents) };
         }
     }
 

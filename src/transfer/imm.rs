@@ -30,6 +30,12 @@ impl Imm {
             | u32::from(self.plain) << 24
     }
 
+    /// The sequence number in an immediate of a message that is one write.
+    #[inline]
+    pub fn of_one_write(raw: u32) -> Option<u16> {
+        u16::try_from(raw).ok()
+    }
+
     /// None where a field has a value that no sender of this version writes.
     #[inline]
     pub fn unpack(raw: u32) -> Option<Self> {
@@ -50,6 +56,7 @@ mod tests {
         fn round_trip(sequence: u16, portions in 1u8..=16, pick: u8, plain: u8) {
             let imm = Imm { sequence, portion: pick % portions, portions, plain };
             prop_assert_eq!(Imm::unpack(imm.pack()), Some(imm));
+            prop_assert_eq!(Imm::of_one_write(imm.pack()), (portions == 1 && plain == 0).then_some(sequence));
         }
 
         #[test]

@@ -1,7 +1,8 @@
 //! What NCCL's profiler is told: each work request of a send, from its post to its completion, on the QP that it goes over.
 //!
 //! A QP completes its requests in order, so their events are a queue by QP. The sender knows nothing of it: its way to the
-//! QPs is wrapped. NCCL has a callback whether or not there is a profiler, so what nobody wants costs the question alone.
+//! QPs is wrapped. NCCL has a callback whether or not there is a profiler, so until one wants an event of a connection it is
+//! asked at one work request of [`EVERY`] only: it may miss as many less one at its first.
 
 use std::cell::Cell;
 use std::ffi::c_void;
@@ -94,9 +95,33 @@ impl Lane {
     }
 }
 
+/// Work requests of a connection of which one is offered while none is wanted.
+const EVERY: u8 = 16;
+
+/// Whether to ask the profiler.
+#[derive(Debug, Default)]
+struct Interest {
+    wanted: Cell<bool>,
+    /// Offers to make until the next that is made.
+    silent: Cell<u8>,
+}
+
+impl Interest {
+    #[inline]
+    fn asks(&self) -> bool {
+        if self.wanted.get() {
+            return true;
+        }
+        let silent = self.silent.get();
+        self.silent.set(if silent == 0 { EVERY - 1 } else { silent - 1 });
+        silent == 0
+    }
+}
+
 #[derive(Debug)]
 struct Log {
     profiler: Arc<dyn Profiler>,
+    interest: Interest,
     /// By request.
     parents: [Cell<Parent>; SEND_REQUESTS],
     lanes: Box<[Lane]>,
@@ -107,17 +132,27 @@ struct Log {
 impl Log {
     #[inline]
     fn begin(&self, qp: usize, w: &WriteWr) {
+        if self.interest.asks() {
+            self.ask(qp, w.wr_id, w.length, w.imm.is_some());
+        }
+    }
+
+    /// By value: what is handed over by reference is kept in memory, for those that are not asked for, too.
+    #[cold]
+    fn ask(&self, qp: usize, wr_id: u64, length: u32, with_imm: bool) {
         // What is not of a send (a count of hinted receives) has no parent.
-        let parent = self.parents.get(usize::from(WrId::unpack(w.wr_id).request)).map_or(Parent::NONE, Cell::get);
+        let parent = self.parents.get(usize::from(WrId::unpack(wr_id).request)).map_or(Parent::NONE, Cell::get);
         if parent == Parent::NONE {
+            self.interest.silent.set(0);
             return;
         }
         let lane = &self.lanes[qp];
-        let operation = if w.imm.is_some() { Operation::WriteWithImm } else { Operation::Write };
-        let bytes = u64::from(w.length);
-        let posted = Posted { rail: lane.rail, wr_id: w.wr_id, operation, qp_num: lane.qp_num, bytes };
+        let operation = if with_imm { Operation::WriteWithImm } else { Operation::Write };
+        let bytes = u64::from(length);
+        let posted = Posted { rail: lane.rail, wr_id, operation, qp_num: lane.qp_num, bytes };
         if let Some(event) = self.profiler.begin(parent, &posted) {
-            lane.push(Begun { wr_id: w.wr_id, event });
+            self.interest.wanted.set(true);
+            lane.push(Begun { wr_id, event });
             self.open.set(self.open.get() + 1);
         }
     }
@@ -163,6 +198,7 @@ impl<P> Profiled<P> {
         let log = profiler.map(|profiler| {
             Box::new(Log {
                 profiler,
+                interest: Interest::default(),
                 parents: [const { Cell::new(Parent::NONE) }; SEND_REQUESTS],
                 lanes: (0..lanes.total()).map(|qp| Lane::new(qp / lanes.qps, qp_nums(qp))).collect(),
                 open: Cell::new(0),
@@ -226,6 +262,7 @@ impl<P: Post> Post for Profiled<P> {
 #[derive(Debug)]
 pub struct Arrivals {
     profiler: Arc<dyn Profiler>,
+    interest: Interest,
     qp_num: u32,
     events: Box<[[Event; MAX_GROUP]; RECV_REQUESTS]>,
     /// Of all requests.
@@ -234,12 +271,25 @@ pub struct Arrivals {
 
 impl Arrivals {
     pub fn new(profiler: Arc<dyn Profiler>, qp_num: u32) -> Self {
-        Self { profiler, qp_num, events: Box::new([[None; MAX_GROUP]; RECV_REQUESTS]), open: 0 }
+        let events = Box::new([[None; MAX_GROUP]; RECV_REQUESTS]);
+        Self { profiler, interest: Interest::default(), qp_num, events, open: 0 }
     }
 
     /// A receive of these buffers is posted, each a part of its parent.
+    ///
+    /// # Safety
+    /// `parents` points to one name for each buffer.
     #[inline]
-    pub fn begin(&mut self, request: usize, buffers: &[Buffer], parents: &[Parent]) {
+    pub unsafe fn begin(&mut self, request: usize, buffers: &[Buffer], parents: *const Parent) {
+        if self.interest.asks() {
+            // SAFETY: by this function's contract.
+            let parents = unsafe { std::slice::from_raw_parts(parents, buffers.len()) };
+            self.ask(request, buffers, parents);
+        }
+    }
+
+    #[cold]
+    fn ask(&mut self, request: usize, buffers: &[Buffer], parents: &[Parent]) {
         for ((place, buffer), &parent) in self.events[request].iter_mut().zip(buffers).zip(parents) {
             if parent == Parent::NONE {
                 continue;
@@ -247,6 +297,7 @@ impl Arrivals {
             let (wr_id, operation) = (request as u64, Operation::Receive);
             let posted = Posted { rail: 0, wr_id, operation, qp_num: self.qp_num, bytes: buffer.size };
             if let Some(event) = self.profiler.begin(parent, &posted) {
+                self.interest.wanted.set(true);
                 *place = Some(event);
                 self.open += 1;
             }
@@ -423,15 +474,35 @@ mod tests {
         let notes = Arc::new(Notes::default());
         let profiler: Arc<dyn Profiler> = Arc::clone(&notes) as Arc<dyn Profiler>;
         let way = Profiled::new(Wire::default(), Some(profiler), LANES, |_| 0);
-        for (request, name) in [(1, UNWANTED), (2, 22), (3, UNWANTED), (4, 44)] {
+        for (request, name) in [(1, 11), (2, UNWANTED), (3, 33), (4, UNWANTED)] {
             way.adopt(Some(request), parent(name));
             write(&way, request, 0, None);
         }
         notes.take();
-        for (request, told) in [(1, None), (2, Some("1 ends")), (3, None), (4, Some("2 ends"))] {
+        for (request, told) in [(1, Some("1 ends")), (2, None), (3, Some("2 ends")), (4, None)] {
             complete(&way, &[id(request, 0)]);
             assert_eq!(notes.take(), Vec::from_iter(told));
         }
+    }
+
+    #[test]
+    fn who_wants_nothing_is_asked_now_and_then() {
+        let notes = Arc::new(Notes::default());
+        let profiler: Arc<dyn Profiler> = Arc::clone(&notes) as Arc<dyn Profiler>;
+        let way = Profiled::new(Wire::default(), Some(Arc::clone(&profiler)), LANES, |_| 0);
+        let mut arrivals = Arrivals::new(profiler, 42);
+        let buffer = Buffer { address: 0, size: 10, tag: 0, keys: NonNull::dangling() };
+        let mut told = |name| {
+            way.adopt(Some(1), parent(name));
+            write(&way, 1, 0, None);
+            // SAFETY: one name for one buffer.
+            unsafe { arrivals.begin(1, &[buffer], [parent(name)].as_ptr()) };
+            notes.take().len()
+        };
+        assert_eq!(told(UNWANTED), 0);
+        assert_eq!((1..EVERY).map(|_| told(7)).sum::<usize>(), 0, "not asked");
+        // From its first on it misses none.
+        assert_eq!([told(7), told(UNWANTED), told(7), told(7)], [2, 0, 2, 2]);
     }
 
     #[test]
@@ -440,7 +511,9 @@ mod tests {
         let mut arrivals = Arrivals::new(Arc::clone(&notes) as Arc<dyn Profiler>, 42);
         let keys = NonNull::dangling();
         let buffers = [10, 20, 30].map(|size| Buffer { address: 0, size, tag: 0, keys });
-        arrivals.begin(3, &buffers, &[parent(1), Parent::NONE, parent(3)]);
+        let parents = [parent(1), Parent::NONE, parent(3)];
+        // SAFETY: one name for each buffer.
+        unsafe { arrivals.begin(3, &buffers, parents.as_ptr()) };
         assert_eq!(
             notes.take(),
             ["1 begins in 1: Receive of 10 on rail 0 QP 42", "2 begins in 3: Receive of 30 on rail 0 QP 42"]

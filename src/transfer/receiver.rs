@@ -114,6 +114,12 @@ struct Flush {
     generation: u8,
 }
 
+/// The ring entry that an immediate names: by the low byte, since its sequence is the position + 1.
+#[inline]
+fn place(sequence: u16) -> usize {
+    usize::from(sequence.wrapping_sub(1)) & (RING - 1)
+}
+
 /// Reads of the NIC's own GPU memory take microseconds.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -517,13 +523,13 @@ impl<P: Post> Receiver<P> {
     }
 
     /// How a receive stands. Done frees the request.
-    #[inline]
+    #[inline(always)] // with the comm's
     pub fn test(&mut self, index: u8) -> Result<RecvProgress<'_>, Fault> {
         if self.requests[usize::from(index)].left > 0 {
             if let Some(fault) = &self.fault {
                 return Err((**fault).clone());
             }
-            self.poll()?;
+            self.poll_in_place()?;
         }
         let request = &self.requests[usize::from(index)];
         if request.left > 0 {
@@ -535,8 +541,12 @@ impl<P: Post> Receiver<P> {
     }
 
     /// Takes what has arrived.
-    #[inline]
     pub fn poll(&mut self) -> Result<(), Fault> {
+        self.poll_in_place()
+    }
+
+    #[inline(always)] // into the test of a receive
+    fn poll_in_place(&mut self) -> Result<(), Fault> {
         for rail in 0..self.lanes.rails {
             // Any rail may bring a portion of an open message.
             while self.open > 0
@@ -608,26 +618,52 @@ impl<P: Post> Receiver<P> {
         }
     }
 
-    #[inline]
+    #[inline(always)] // into the test of a receive
     fn arrived(&mut self, a: &Arrived) -> Result<(), Fault> {
         let qp = usize::from(WrId::unpack(a.wr_id).qp);
-        self.consumed[qp] += 1;
-        if self.consumed[qp] as usize == RECV_BATCH {
-            self.consumed[qp] = 0;
-            if let Err(e) = self.post.recvs(qp, Self::recv_wr_id(qp), RECV_BATCH) {
-                return Err(self.stop(Fault::Verb(e)));
+        let consumed = &mut self.consumed[qp];
+        *consumed += 1;
+        if *consumed as usize == RECV_BATCH {
+            self.replace(qp)?;
+        }
+        // One write, as nearly all messages are.
+        if let Some(sequence) = a.imm.and_then(Imm::of_one_write) {
+            let place = place(sequence);
+            let slot = &mut self.slots[place];
+            if slot.state == Entry::Open
+                && slot.sequence == sequence
+                && slot.seen == 0
+                && u64::from(a.bytes) <= slot.size
+            {
+                slot.bytes = u64::from(a.bytes);
+                self.complete(place);
+                return Ok(());
             }
         }
-        let Some(imm) = a.imm.and_then(Imm::unpack) else { return Err(self.refuse_imm(a.imm)) };
-        // The low byte names the slot: sequence = position + 1.
-        let place = usize::from(imm.sequence.wrapping_sub(1)) & (RING - 1);
+        self.arrived_in_part(a.imm, a.bytes)
+    }
+
+    /// Posts receives for those that were consumed on a QP.
+    #[inline(never)] // off the path of a message
+    fn replace(&mut self, qp: usize) -> Result<(), Fault> {
+        self.consumed[qp] = 0;
+        self.post.recvs(qp, Self::recv_wr_id(qp), RECV_BATCH).map_err(|e| self.stop(Fault::Verb(e)))
+    }
+
+    /// A portion of a message that has several, or one that is refused.
+    #[inline(never)] // off the path of what is one write
+    fn arrived_in_part(&mut self, imm: Option<u32>, bytes: u32) -> Result<(), Fault> {
+        let Some(imm) = imm.and_then(Imm::unpack) else {
+            return Err(self.refuse(format_args!("a message with the immediate {imm:?}")));
+        };
+        let place = place(imm.sequence);
         let slot = &mut self.slots[place];
         if slot.state != Entry::Open || slot.sequence != imm.sequence || slot.seen >> imm.portion & 1 == 1 {
-            return self.arrived_otherwise(place, imm, a.bytes);
+            return self.arrived_otherwise(place, imm, bytes);
         }
         slot.seen |= 1 << imm.portion;
         // At most 16 times 255 writes of 2 GiB.
-        slot.bytes += u64::from(imm.plain) * u64::from(self.max_write) + u64::from(a.bytes);
+        slot.bytes += u64::from(imm.plain) * u64::from(self.max_write) + u64::from(bytes);
         if slot.bytes > slot.size {
             return Err(self.refuse_bytes(place));
         }
@@ -635,19 +671,26 @@ impl<P: Post> Receiver<P> {
             return Ok(());
         }
         if u32::from(slot.seen) + 1 != 1 << imm.portions {
-            return Err(self.refuse_gaps(place));
+            let seen = slot.seen;
+            return Err(self.refuse(format_args!("portions with gaps ({seen:#b})")));
         }
+        self.complete(place);
+        Ok(())
+    }
+
+    /// The message of a ring entry has arrived.
+    #[inline(always)]
+    fn complete(&mut self, place: usize) {
+        let slot = &mut self.slots[place];
         slot.state = Entry::Free;
         self.open -= 1;
         let request = &mut self.requests[usize::from(slot.request)];
-        let member = usize::from(slot.member);
-        request.sizes[member] = slot.bytes;
+        request.sizes[usize::from(slot.member)] = slot.bytes;
         request.left -= 1;
         if let Some(keys) = slot.keys.take() {
             // SAFETY: alive while its request is open, by irecv's contract.
             unsafe { keys.as_ref() }.leave();
         }
-        Ok(())
     }
 
     /// A portion that is for no receive like others: of a message that is staged, it is in the shadow.
@@ -777,18 +820,6 @@ impl<P: Post> Receiver<P> {
         // A flush knows its rail only: the rail's first QP has the same route.
         let qp = usize::from(id.qp) * if id.kind == Kind::Flush { self.lanes.qps } else { 1 };
         self.stop(Fault::Completion { failure, qp, operation, bytes })
-    }
-
-    // These take what they need by value: what is printed by reference is kept in memory, for those that arrive well, too.
-    #[cold]
-    fn refuse_imm(&mut self, imm: Option<u32>) -> Fault {
-        self.refuse(format_args!("a message with the immediate {imm:?}"))
-    }
-
-    #[cold]
-    fn refuse_gaps(&mut self, place: usize) -> Fault {
-        let seen = self.slots[place].seen;
-        self.refuse(format_args!("portions with gaps ({seen:#b})"))
     }
 
     #[cold]

@@ -739,13 +739,13 @@ impl<P: Post> Sender<P> {
     }
 
     /// How a send stands. Done frees the request.
-    #[inline]
+    #[inline(always)] // with the comm's
     pub fn test(&mut self, index: u8) -> Result<SendProgress, Fault> {
         if self.requests[usize::from(index)].writes_left > 0 {
             if let Some(fault) = &self.fault {
                 return Err((**fault).clone());
             }
-            self.poll()?;
+            self.poll_in_place()?;
         }
         let request = &mut self.requests[usize::from(index)];
         if request.writes_left > 0 {
@@ -758,8 +758,12 @@ impl<P: Post> Sender<P> {
     }
 
     /// Takes what has completed on the rails that owe something.
-    #[inline]
     pub fn poll(&mut self) -> Result<(), Fault> {
+        self.poll_in_place()
+    }
+
+    #[inline(always)] // into the test of a send
+    fn poll_in_place(&mut self) -> Result<(), Fault> {
         if self.outbox.is_some() {
             self.post_copied()?;
         }
