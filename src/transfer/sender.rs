@@ -249,14 +249,13 @@ impl<P: Post> Sender<P> {
             }
         }
         let (request, generation) = self.open_request(keys, size, position, hinted, 1);
-        let rail = self.rail(portion.qp);
         let imm = Imm { sequence: low16(position), portion: 0, portions: 1, plain: 0 };
         let piece = Piece {
             portion,
             local: data,
             remote: credit.address,
-            lkey: registration.lkeys[rail],
-            rkey: self.credits.rkey(position, rail),
+            lkey: registration.lkeys[portion.rail],
+            rkey: self.credits.rkey(position, portion.rail),
             imm: (!hinted).then(|| imm.pack()),
             request,
             generation,
@@ -341,7 +340,7 @@ impl<P: Post> Sender<P> {
         let sequence = low16(position);
         let (local, lkeys) = shadow.map_or((data, &registration.lkeys), |s| (s.host(data), &s.lkeys));
         let mut offset = 0;
-        let mut piece = |credits: &CreditRing, rail: usize, i: usize| {
+        let mut piece = |credits: &CreditRing, i: usize| {
             let portion = portions[i];
             let plain = portion.writes.saturating_sub(1) as u8;
             let imm = Imm { sequence, portion: i as u8, portions: count as u8, plain };
@@ -349,8 +348,8 @@ impl<P: Post> Sender<P> {
                 portion,
                 local: local.wrapping_add(offset),
                 remote: credit.address.wrapping_add(offset),
-                lkey: lkeys[rail],
-                rkey: credits.rkey(position, rail),
+                lkey: lkeys[portion.rail],
+                rkey: credits.rkey(position, portion.rail),
                 imm: (!credit.hinted).then(|| imm.pack()),
                 request,
                 generation,
@@ -361,7 +360,7 @@ impl<P: Post> Sender<P> {
         if let Some(shadow) = shadow {
             let mut pieces = [Piece::default(); MAX_PORTIONS];
             for (i, place) in pieces[..count].iter_mut().enumerate() {
-                *place = piece(&self.credits, self.rail(portions[i].qp), i);
+                *place = piece(&self.credits, i);
             }
             let started = self.outbox.as_mut().map_or(Ok(()), |outbox| {
                 // SAFETY: the data are GPU memory that the shadow stands for; both stay until the request is done.
@@ -369,8 +368,8 @@ impl<P: Post> Sender<P> {
             });
             started.map_err(|fault| self.stop(fault))?;
         } else {
-            for (i, portion) in portions.iter().enumerate() {
-                let piece = piece(&self.credits, self.rail(portion.qp), i);
+            for i in 0..count {
+                let piece = piece(&self.credits, i);
                 self.post_piece(&piece)?;
             }
         }
@@ -407,7 +406,8 @@ impl<P: Post> Sender<P> {
             let qp = qps.min_by_key(finish).unwrap_or(0);
             out[rail(qp)] += length;
             self.next_qp = (self.next_qp + 1) % self.lanes.total();
-            portions[count] = Portion { qp, length, writes: split::writes(length, self.max_write) as u32 };
+            let writes = split::writes(length, self.max_write) as u32;
+            portions[count] = Portion { qp, rail: rail(qp), length, writes };
             left -= length;
             count += 1;
             if left == 0 {
@@ -444,29 +444,23 @@ impl<P: Post> Sender<P> {
             return false;
         }
         *room -= portion.writes;
-        self.bytes_out[self.rail(portion.qp)] += portion.length;
+        self.bytes_out[portion.rail] += portion.length;
         true
     }
 
     fn give_back(&mut self, portion: &Portion) {
         self.room[portion.qp] += portion.writes;
-        self.bytes_out[self.rail(portion.qp)] -= portion.length;
-    }
-
-    #[inline(always)]
-    fn rail(&self, qp: usize) -> usize {
-        if self.lanes.qps == 1 { qp } else { qp / self.lanes.qps }
+        self.bytes_out[portion.rail] -= portion.length;
     }
 
     /// Posts the writes of a portion whose room was taken. Each is retired by its own completion: there are few, and shares
     /// count what is still outstanding.
     #[inline(always)]
     fn post_piece(&mut self, piece: &Piece) -> Result<(), Fault> {
-        let qp = piece.portion.qp;
-        let rail = self.rail(qp);
+        let Portion { qp, rail, .. } = piece.portion;
         let mut offset = 0;
-        for i in 1..=piece.portion.writes {
-            let last = i == piece.portion.writes;
+        for i in 0..piece.portion.writes {
+            let last = i + 1 == piece.portion.writes;
             let length = if last { piece.portion.length - offset } else { self.max_write };
             let id = WrId {
                 kind: Kind::Data,
@@ -686,7 +680,8 @@ impl<P: Post> Sender<P> {
         if self.next_qp == self.room.len() {
             self.next_qp = 0;
         }
-        Portion { qp, length: size, writes: 1 }
+        let rail = if self.lanes.qps == 1 { qp } else { qp / self.lanes.qps };
+        Portion { qp, rail, length: size, writes: 1 }
     }
 
     /// Cuts a message into portions; returns how many.
@@ -697,7 +692,11 @@ impl<P: Post> Sender<P> {
         }
         let shares = split::shares(size, self.lanes.rails, &self.speed, &self.bytes_out);
         let first = self.next_lane;
-        self.next_lane = (self.next_lane + self.spread) % self.lanes.qps;
+        // At most once around, without a division.
+        self.next_lane += self.spread;
+        if self.next_lane >= self.lanes.qps {
+            self.next_lane -= self.lanes.qps;
+        }
         let mut count = 0;
         for (rail, &share) in shares.iter().enumerate().take(self.lanes.rails) {
             // Equal shares of the rail's share over its QPs, whole lines: at most as many as there are QPs.
@@ -707,17 +706,21 @@ impl<P: Post> Sender<P> {
             while left > 0 {
                 let length = left.min(even);
                 portions[count] = Portion {
-                    qp: rail * self.lanes.qps + lane % self.lanes.qps,
+                    rail,
+                    qp: rail * self.lanes.qps + lane,
                     length,
                     writes: split::writes(length, self.max_write) as u32,
                 };
                 lane += 1;
+                if lane == self.lanes.qps {
+                    lane = 0;
+                }
                 count += 1;
                 left -= length;
             }
         }
         if count == 0 {
-            portions[0] = Portion { qp: first % self.lanes.qps, length: 0, writes: 1 };
+            portions[0] = Portion { qp: first, rail: 0, length: 0, writes: 1 };
             count = 1;
         }
         Ok(count)

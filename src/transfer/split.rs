@@ -15,6 +15,8 @@ const UNTOLD: u32 = 1 << 30;
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Portion {
     pub(super) qp: usize,
+    /// That QP's: known where it is cut, and a division else.
+    pub(super) rail: usize,
     pub(super) length: u64,
     /// At most [`SEND_WRS`].
     pub(super) writes: u32,
@@ -44,7 +46,8 @@ pub fn largest_message(max_msg_sz: u32) -> u64 {
 /// Writes that a portion takes: all but the last have `max_write` bytes.
 #[inline]
 pub fn writes(length: u64, max_write: u64) -> u64 {
-    length.div_ceil(max_write).max(1)
+    // Nearly always one: no division.
+    if length <= max_write { 1 } else { length.div_ceil(max_write) }
 }
 
 /// Length of the portions of a message that goes in chunks, the last being shorter: at most `most` and [`MAX_PORTIONS`], whole lines, and

@@ -135,7 +135,6 @@ impl Lanes {
 /// One rail of a connection: its completion queue and QPs.
 #[derive(Debug)]
 pub struct RailLink {
-    /// Dropped after the QPs (they hold it too).
     pub qps: Vec<Qp<Rts>>,
     pub cq: Arc<Cq>,
     /// Loopback QP, with the landing place of its reads: address and lkey.
@@ -145,8 +144,23 @@ pub struct RailLink {
 /// The QPs of a connection, shared between the data path, which posts, and whoever tears the connection down.
 #[derive(Debug)]
 pub struct QpSet {
-    rails: Vec<RailLink>,
+    /// By number. Dropped before their completion queues, which they hold, too.
+    qps: Box<[Qp<Rts>]>,
+    rails: Box<[Rail]>,
     lanes: Lanes,
+}
+
+/// What the QPs of a rail share.
+#[derive(Debug)]
+struct Rail {
+    flush: Option<(Qp<Rts>, u64, u32)>,
+    cq: Arc<Cq>,
+}
+
+impl Rail {
+    fn flush_qp(&self) -> Option<&Qp<Rts>> {
+        self.flush.as_ref().map(|(qp, ..)| qp)
+    }
 }
 
 impl QpSet {
@@ -154,41 +168,36 @@ impl QpSet {
     pub fn new(rails: Vec<RailLink>) -> Self {
         let lanes = Lanes { rails: rails.len(), qps: rails.first().map_or(0, |r| r.qps.len()) };
         debug_assert!(rails.iter().all(|r| r.qps.len() == lanes.qps));
-        Self { rails, lanes }
+        let mut qps = Vec::with_capacity(lanes.total());
+        let rails = rails.into_iter().map(|rail| {
+            qps.extend(rail.qps);
+            Rail { flush: rail.flush, cq: rail.cq }
+        });
+        let rails = rails.collect();
+        Self { qps: qps.into_boxed_slice(), rails, lanes }
     }
 
     pub fn lanes(&self) -> Lanes {
         self.lanes
     }
 
-    #[inline]
-    fn qp(&self, i: usize) -> &Qp<Rts> {
-        if self.lanes.qps == 1 {
-            &self.rails[i].qps[0]
-        } else {
-            &self.rails[i / self.lanes.qps].qps[i % self.lanes.qps]
-        }
-    }
-
     pub fn qp_num(&self, i: usize) -> u32 {
-        self.qp(i).num()
+        self.qps[i].num()
     }
 
     /// Numbers of all QPs of a rail, the flush QP too.
     pub fn qp_nums(&self, rail: usize) -> impl Iterator<Item = u32> + '_ {
-        let rail = &self.rails[rail];
-        rail.qps.iter().chain(rail.flush.as_ref().map(|f| &f.0)).map(Qp::num)
+        let qps = &self.qps[rail * self.lanes.qps..][..self.lanes.qps];
+        qps.iter().chain(self.rails[rail].flush_qp()).map(Qp::num)
     }
 
     /// Stops all traffic: every QP to the error state. The first refusal is returned, the others are tried all the same.
     pub fn fail(&self) -> Result<(), VerbsError> {
         let mut first = Ok(());
-        for rail in &self.rails {
-            for qp in rail.qps.iter().chain(rail.flush.as_ref().map(|f| &f.0)) {
-                let done = qp.fail();
-                if first.is_ok() {
-                    first = done;
-                }
+        for qp in self.qps.iter().chain(self.rails.iter().filter_map(Rail::flush_qp)) {
+            let done = qp.fail();
+            if first.is_ok() {
+                first = done;
             }
         }
         first
@@ -199,11 +208,11 @@ impl Post for QpSet {
     #[inline(always)] // into the two posts of a message, which fill the request in place
     unsafe fn write(&self, qp: usize, w: &WriteWr) -> Result<(), VerbsError> {
         // SAFETY: the caller's promise.
-        unsafe { self.qp(qp).post_write(w) }
+        unsafe { self.qps[qp].post_write(w) }
     }
 
     fn recvs(&self, qp: usize, wr_id: u64, count: usize) -> Result<(), VerbsError> {
-        self.qp(qp).post_empty_recvs(wr_id, count)
+        self.qps[qp].post_empty_recvs(wr_id, count)
     }
 
     unsafe fn flush(&self, rail: usize, wr_id: u64, remote: u64, rkey: u32) -> Result<(), VerbsError> {

@@ -24,6 +24,8 @@ pub(crate) struct Setting {
     pub(crate) flush: bool,
     /// Whether receives need no completion, as of LL.
     pub(crate) hinted: bool,
+    /// Of the interface. From the tenth on the plugin offers its work requests to a profiler; here there is none.
+    version: Version,
     pub(crate) env: &'static [(&'static str, &'static str)],
 }
 
@@ -32,14 +34,13 @@ impl Setting {
         SETTINGS.iter().find(|s| s.name == name).with_context(|| format!("no setting {name:?}"))
     }
 
-    /// Always one version, so that figures can be compared; the first that knows hints where these count.
     pub(crate) fn version(&self) -> Version {
-        if self.hinted { Version::V9 } else { Version::V8 }
+        self.version
     }
 
-    /// Whether it means something to any plugin.
+    /// Whether it means something to any plugin, by whichever version.
     pub(crate) fn is_general(&self) -> bool {
-        !self.env.iter().any(|(name, _)| name.starts_with("NCCL_NET_RDMA_"))
+        self.version != Version::V12 && !self.env.iter().any(|(name, _)| name.starts_with("NCCL_NET_RDMA_"))
     }
 
     fn rounds(&self) -> usize {
@@ -51,13 +52,16 @@ impl Setting {
 /// receives are posted 64 at a time on each QP, every 32nd credit write asks for a completion.
 pub(crate) const MESSAGES: usize = 1024;
 
-const PLAIN: Setting = Setting { name: "", bytes: 8, depth: 1, group: 1, flush: false, hinted: false, env: &[] };
+/// One old version for nearly all, so that figures can be compared with earlier ones.
+const PLAIN: Setting =
+    Setting { name: "", bytes: 8, depth: 1, group: 1, flush: false, hinted: false, version: Version::V8, env: &[] };
 const TWO_RAILS: (&str, &str) = ("NCCL_NET_RDMA_RAILS", "soft_0+soft_1");
 
-pub(crate) const SETTINGS: [Setting; 10] = [
+pub(crate) const SETTINGS: [Setting; 11] = [
     Setting { name: "8 B", ..PLAIN },
+    Setting { name: "8 B by v12", version: Version::V12, ..PLAIN },
     Setting { name: "8 B, 8 deep", depth: 8, ..PLAIN },
-    Setting { name: "8 B, hinted", hinted: true, ..PLAIN },
+    Setting { name: "8 B, hinted", hinted: true, version: Version::V9, ..PLAIN },
     Setting { name: "64 KiB", bytes: 64 << 10, ..PLAIN },
     Setting { name: "512 KiB", bytes: 512 << 10, ..PLAIN },
     Setting { name: "8 B, groups of 8", group: 8, ..PLAIN },
