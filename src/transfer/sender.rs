@@ -254,8 +254,8 @@ impl<P: Post> Sender<P> {
             portion,
             local: data,
             remote: credit.address,
-            lkey: registration.lkeys[portion.rail],
-            rkey: self.credits.rkey(position, portion.rail),
+            lkey: registration.lkeys[portion.rail()],
+            rkey: self.credits.rkey(position, portion.rail()),
             imm: (!hinted).then(|| imm.pack()),
             request,
             generation,
@@ -348,8 +348,8 @@ impl<P: Post> Sender<P> {
                 portion,
                 local: local.wrapping_add(offset),
                 remote: credit.address.wrapping_add(offset),
-                lkey: lkeys[portion.rail],
-                rkey: credits.rkey(position, portion.rail),
+                lkey: lkeys[portion.rail()],
+                rkey: credits.rkey(position, portion.rail()),
                 imm: (!credit.hinted).then(|| imm.pack()),
                 request,
                 generation,
@@ -407,7 +407,7 @@ impl<P: Post> Sender<P> {
             out[rail(qp)] += length;
             self.next_qp = (self.next_qp + 1) % self.lanes.total();
             let writes = split::writes(length, self.max_write) as u32;
-            portions[count] = Portion { qp, rail: rail(qp), length, writes };
+            portions[count] = Portion::new(qp, rail(qp), length, writes);
             left -= length;
             count += 1;
             if left == 0 {
@@ -444,20 +444,20 @@ impl<P: Post> Sender<P> {
             return false;
         }
         *room -= portion.writes;
-        self.bytes_out[portion.rail] += portion.length;
+        self.bytes_out[portion.rail()] += portion.length;
         true
     }
 
     fn give_back(&mut self, portion: &Portion) {
         self.room[portion.qp] += portion.writes;
-        self.bytes_out[portion.rail] -= portion.length;
+        self.bytes_out[portion.rail()] -= portion.length;
     }
 
     /// Posts the writes of a portion whose room was taken. Each is retired by its own completion: there are few, and shares
     /// count what is still outstanding.
     #[inline(always)]
     fn post_piece(&mut self, piece: &Piece) -> Result<(), Fault> {
-        let Portion { qp, rail, .. } = piece.portion;
+        let (qp, rail) = (piece.portion.qp, piece.portion.rail());
         let mut offset = 0;
         for i in 0..piece.portion.writes {
             let last = i + 1 == piece.portion.writes;
@@ -522,7 +522,8 @@ impl<P: Post> Sender<P> {
             return Err(self.too_large(size));
         }
         let writes = size.div_ceil(self.max_write) as u32;
-        Ok(Portion { writes, length: size, ..self.whole(size) })
+        let whole = self.whole(size);
+        Ok(Portion::new(whole.qp, whole.rail(), size, writes))
     }
 
     fn answered(&mut self, index: u8, position: u32) {
@@ -681,7 +682,7 @@ impl<P: Post> Sender<P> {
             self.next_qp = 0;
         }
         let rail = if self.lanes.qps == 1 { qp } else { qp / self.lanes.qps };
-        Portion { qp, rail, length: size, writes: 1 }
+        Portion::new(qp, rail, size, 1)
     }
 
     /// Cuts a message into portions; returns how many.
@@ -705,12 +706,8 @@ impl<P: Post> Sender<P> {
             let mut lane = first;
             while left > 0 {
                 let length = left.min(even);
-                portions[count] = Portion {
-                    rail,
-                    qp: rail * self.lanes.qps + lane,
-                    length,
-                    writes: split::writes(length, self.max_write) as u32,
-                };
+                let writes = split::writes(length, self.max_write) as u32;
+                portions[count] = Portion::new(rail * self.lanes.qps + lane, rail, length, writes);
                 lane += 1;
                 if lane == self.lanes.qps {
                     lane = 0;
@@ -720,7 +717,7 @@ impl<P: Post> Sender<P> {
             }
         }
         if count == 0 {
-            portions[0] = Portion { qp: first, rail: 0, length: 0, writes: 1 };
+            portions[0] = Portion::new(first, 0, 0, 1);
             count = 1;
         }
         Ok(count)

@@ -15,11 +15,24 @@ const UNTOLD: u32 = 1 << 30;
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Portion {
     pub(super) qp: usize,
-    /// That QP's: known where it is cut, and a division else.
-    pub(super) rail: usize,
     pub(super) length: u64,
     /// At most [`SEND_WRS`].
     pub(super) writes: u32,
+    /// That QP's: known where it is cut, and a division else.
+    rail: u8,
+}
+
+impl Portion {
+    #[inline]
+    #[expect(clippy::cast_possible_truncation, reason = "MAX_RAILS is small")]
+    pub(super) fn new(qp: usize, rail: usize, length: u64, writes: u32) -> Self {
+        Self { qp, length, writes, rail: rail as u8 }
+    }
+
+    #[inline]
+    pub(super) fn rail(&self) -> usize {
+        usize::from(self.rail)
+    }
 }
 
 /// NCCL's NCCL_MAX_NET_SIZE_BYTES.
