@@ -27,7 +27,7 @@ pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
     let plugin = Plugin::load(path, None)?;
     let config = Config::from_process().0;
     let without = config.without_devices(plugin.name());
-    let count = plugin.start().with_context(|| format!("without this plugin {without}"))?;
+    let count = plugin.start().with_context(|| format!("the plugin can't be used ({without})"))?;
     let devices = (0..count).map(|dev| plugin.properties(dev)).collect::<Result<Vec<_>, _>>()?;
     let log: Vec<_> = abi::take_log().into_iter().filter(|line| line.level <= abi::LOG_INFO).collect();
 

@@ -208,7 +208,7 @@ settings! {
     ib_split_data_on_qps: bool = false, "NCCL_IB_SPLIT_DATA_ON_QPS", Any, "1: cut large messages over all QPs of a rail; 0: QPs take turns";
     ib_pci_relaxed_ordering: u8 = 2, "NCCL_IB_PCI_RELAXED_ORDERING", Range(0, 2), "PCIe relaxed ordering for bulk data: 0 off, 1 and 2 on where libibverbs can";
     ib_merge_vfs: bool = true, "NCCL_IB_MERGE_VFS", Any, "1: virtual functions of one card look like one NIC to NCCL";
-    ib_merge_nics: bool = true, "NCCL_IB_MERGE_NICS", Any, "1: NCCL may fuse NICs into one (NCCL_NET_MERGE_LEVEL, NCCL_NET_FORCE_MERGE; from NCCL 2.24 on); 0: it may not";
+    ib_merge_nics: bool = true, "NCCL_IB_MERGE_NICS", Any, "1: NCCL may fuse NICs into one (NCCL_NET_MERGE_LEVEL, NCCL_NET_FORCE_MERGE; from NCCL 2.24 on); 0: it may not, and NCCL 2.24 and 2.25 end the job where they try (NCCL_NET_MERGE_LEVEL=LOC: none tries)";
     ib_mqp_retry_all: bool = false, "NCCL_IB_MQP_RETRY_ALL", Any, "1: try a refused ibv_modify_qp again whatever the error; 0: only on ETIMEDOUT";
     ib_mqp_retry_cnt: u32 = 34, "NCCL_IB_MQP_RETRY_CNT", Range(0, 1_000_000), "times that a refused ibv_modify_qp is tried again";
     ib_mqp_retry_sleep_msec: u64 = 100, "NCCL_IB_MQP_RETRY_SLEEP_MSEC", Range(0, 3_600_000), "ms between these tries, times the number of the try";
