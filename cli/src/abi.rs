@@ -483,9 +483,9 @@ impl Plugin {
     pub(crate) fn load(path: &Path, version: Option<Version>) -> anyhow::Result<Self> {
         let text = path.as_os_str();
         let word = text.to_string_lossy();
-        let bare = !word.contains('/') && !(word.starts_with("lib") && word.ends_with(".so"));
+        let file = word.contains('/') || word.starts_with("lib") && word.ends_with(".so");
         let library = match open(text) {
-            Err(first) if bare => {
+            Err(first) if !file => {
                 let long = format!("libnccl-net-{word}.so");
                 open(OsStr::new(&long)).map_err(|second| format!("{first}; {second}"))
             }
