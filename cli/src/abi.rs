@@ -6,6 +6,7 @@
 pub(crate) mod profile;
 mod table;
 
+use std::error::Error as _;
 use std::ffi::{CStr, OsStr, c_char, c_int, c_ulong, c_void};
 use std::fmt;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use std::ptr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use anyhow::{Context as _, bail};
+use anyhow::{Context as _, anyhow, bail};
 
 pub(crate) use table::Version;
 use table::{CommConfig, Logger, LongTable, LongestTable, NetAttr, Out, Parts, Table};
@@ -417,10 +418,12 @@ pub(crate) fn default_plugin() -> PathBuf {
     beside.filter(|path| path.exists()).unwrap_or_else(|| PathBuf::from(name))
 }
 
-fn open(path: &OsStr) -> Result<libloading::Library, libloading::Error> {
+/// Its error is what the dynamic linker says.
+fn open(path: &OsStr) -> Result<libloading::Library, String> {
     use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
     // SAFETY: running the constructors of a plugin that the user named is what this command is for.
-    unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) }.map(Into::into)
+    let opened = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL) };
+    opened.map(Into::into).map_err(|error| error.source().map_or_else(|| error.to_string(), ToString::to_string))
 }
 
 macro_rules! entry {
@@ -479,14 +482,16 @@ impl Plugin {
     /// version the highest that the plugin exports, as NCCL takes it.
     pub(crate) fn load(path: &Path, version: Option<Version>) -> anyhow::Result<Self> {
         let text = path.as_os_str();
-        let bare = !text.to_string_lossy().contains('/');
+        let word = text.to_string_lossy();
+        let file = word.contains('/') || word.starts_with("lib") && word.ends_with(".so");
         let library = match open(text) {
-            Err(_) if bare => {
-                let long = format!("libnccl-net-{}.so", text.to_string_lossy());
-                open(OsStr::new(&long)).with_context(|| format!("neither {} nor {long} can be loaded", path.display()))
+            Err(first) if !file => {
+                let long = format!("libnccl-net-{word}.so");
+                open(OsStr::new(&long)).map_err(|second| format!("{first}; {second}"))
             }
-            opened => opened.with_context(|| format!("the plugin {} cannot be loaded", path.display())),
-        }?;
+            opened => opened,
+        }
+        .map_err(|why| anyhow!("no plugin (ci/build makes it, --plugin PATH names it): {why}"))?;
         let wanted = version.as_ref().map_or(&Version::ALL[..], std::slice::from_ref);
         let found = wanted.iter().find_map(|&version| {
             // SAFETY: the symbol is a data object; it is read below, with the type that NCCL's headers give it.
@@ -601,6 +606,15 @@ impl Plugin {
             code
         };
         checked("init", code)
+    }
+
+    /// How NCCL begins with a plugin: the number of devices; where that fails, all that the plugin has said.
+    pub(crate) fn start(&self) -> anyhow::Result<c_int> {
+        self.init().and_then(|()| self.devices()).map_err(|fault| {
+            let said = take_log().into_iter().filter(|line| line.level <= LOG_INFO);
+            let said: String = said.map(|line| format!("\n    {line}")).collect();
+            anyhow!("{fault}{said}")
+        })
     }
 
     fn contexts(&self) -> std::sync::MutexGuard<'_, Vec<AnyContext>> {
@@ -1216,6 +1230,10 @@ mod tests {
         let error = format!("{:#}", Plugin::load(Path::new("/nonexistent/libnccl-net-x.so"), None).unwrap_err());
         assert!(error.contains("/nonexistent/libnccl-net-x.so: cannot open"), "the linker's own words: {error}");
         let error = format!("{:#}", Plugin::load(Path::new("no-such-word"), None).unwrap_err());
-        assert!(error.contains("libnccl-net-no-such-word.so"), "{error}");
+        for named in ["no-such-word: cannot open", "libnccl-net-no-such-word.so: cannot open", "ci/build", "--plugin"] {
+            assert!(error.contains(named), "{named}: {error}");
+        }
+        let error = format!("{:#}", Plugin::load(Path::new("libnccl-net-none.so"), None).unwrap_err());
+        assert!(!error.contains("libnccl-net-lib"), "NCCL does not try it either: {error}");
     }
 }

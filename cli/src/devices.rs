@@ -19,19 +19,20 @@ struct Report<'a> {
     machine: net::Shown<'a>,
 }
 
-/// Prints the devices; an error where there is none, since NCCL would then drop the plugin.
+/// Prints the devices; an error where there is none that NCCL could use.
 pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
     // The plugin leaves out what NCCL would not show; here all of it is wanted.
     // SAFETY: this process has no other thread yet.
     unsafe { std::env::set_var("NCCL_DEBUG", "INFO") };
     let plugin = Plugin::load(path, None)?;
-    plugin.init().context("NCCL would drop this plugin")?;
-    let count = plugin.devices().context("NCCL would drop this plugin")?;
+    let config = Config::from_process().0;
+    let without = config.without_devices(plugin.name());
+    let count = plugin.start().with_context(|| format!("the plugin can't be used ({without})"))?;
     let devices = (0..count).map(|dev| plugin.properties(dev)).collect::<Result<Vec<_>, _>>()?;
     let log: Vec<_> = abi::take_log().into_iter().filter(|line| line.level <= abi::LOG_INFO).collect();
 
     if json {
-        let found = net::discover(&Config::from_process().0);
+        let found = net::discover(&config);
         let machine = found.survey.shown();
         let report = Report { plugin: path, network: plugin.name(), devices: &devices, log: &log, machine };
         println!("{}", serde_json::to_string_pretty(&report)?);
@@ -48,8 +49,9 @@ pub(crate) fn run(path: &Path, json: bool) -> anyhow::Result<()> {
             println!("  {line}");
         }
     }
-    if devices.is_empty() {
-        bail!("the plugin reports no device: NCCL would drop it and use another network");
+    if devices.iter().all(|device| device.name == net::STAND_IN) {
+        let without = if devices.is_empty() { &*without } else { "the job stops (NCCL_NET_RDMA_STRICT)" };
+        bail!("the plugin has no device that can be used: {without}");
     }
     Ok(())
 }

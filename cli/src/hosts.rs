@@ -3,7 +3,7 @@
 //! one line from the second host stands ready at the first. The network is trusted, as in an MPI launcher.
 
 use std::io::{self, BufRead, BufReader, ErrorKind};
-use std::net::{Shutdown, TcpListener, TcpStream};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
@@ -61,12 +61,15 @@ impl Meeting {
 
 /// The second host's life: starts ranks until the first host has no more to do.
 pub(crate) fn join(address: &str) -> anyhow::Result<()> {
+    let addresses = address.to_socket_addrs().with_context(|| format!("{address} is no HOST:PORT of a first host"))?;
+    let addresses: Vec<_> = addresses.collect();
+    println!("waiting for {address} ({} s)", PATIENCE.as_secs());
     let deadline = Instant::now() + PATIENCE;
     let mut met = false;
     // Leaving the scope waits for the ranks; they are killed when the first host goes.
     thread::scope(|scope| {
         loop {
-            let line = match TcpStream::connect(address) {
+            let line = match TcpStream::connect(&*addresses) {
                 Ok(line) => line,
                 Err(_) if met => return Ok(()),
                 Err(error) if Instant::now() > deadline => {

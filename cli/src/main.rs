@@ -90,7 +90,11 @@ enum Command {
     #[command(subcommand)]
     Bench(bench::Command),
     /// Be the second host of a contract, demo, perf or bench that was started with --meet, until it ends
-    Join { address: String },
+    Join {
+        /// Where --meet listens, as this host reaches the first one
+        #[arg(value_name = "HOST:PORT")]
+        address: String,
+    },
     /// NCCL itself on GPUs through a network, every element checked (exit status 3: no GPU or no NCCL here; 4: NCCL
     /// can't do what was asked for)
     NcclCheck(nccl::check::Args),
@@ -273,13 +277,31 @@ impl PerfArgs {
     }
 }
 
+impl Command {
+    /// Has a reader that has seen enough (`| head`) end this process quietly, as it ends others; but not one that writes to
+    /// sockets: it must see the error instead.
+    fn end_with_the_reader(&self) {
+        let prints = match self {
+            Self::Devices { .. } | Self::Env { .. } => true,
+            Self::Contract(args) => args.list,
+            _ => false,
+        };
+        if prints {
+            // SAFETY: the default action, and the process has no other thread yet.
+            unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+        }
+    }
+}
+
 /// Exit status where the machine lacks what a command needs.
 const ABSENT: u8 = 3;
 /// Exit status where NCCL can do nothing of what was asked for.
 const IMPOSSIBLE: u8 = 4;
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let command = Cli::parse().command;
+    command.end_with_the_reader();
+    let result = match command {
         Command::Devices { plugin, json } => devices::run(&plugin.path(), json),
         Command::Env { markdown } => {
             env::run(markdown);

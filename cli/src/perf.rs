@@ -38,7 +38,7 @@ pub(crate) fn run(job: &Job, same_host: bool, meeting: Option<&Meeting>) -> anyh
     let spec = Spec {
         ranks: 2,
         job: procs::Job::Perf(job.clone()),
-        env: Vec::new(),
+        env: procs::talkative(),
         same_host,
         per_host: 1,
         time_limit: Duration::from_secs(600),

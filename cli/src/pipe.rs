@@ -199,8 +199,7 @@ impl<'a> Pipe<'a> {
 /// Loads the plugin and picks a device, as every rank of a measurement does first.
 pub(crate) fn open(path: &std::path::Path, version: Option<Version>, dev: i32) -> anyhow::Result<(Plugin, Properties)> {
     let plugin = Plugin::load(path, version)?;
-    plugin.init()?;
-    let count = plugin.devices()?;
+    let count = plugin.start()?;
     ensure!(dev < count, "device {dev} is asked for, but the plugin has {count}; `nccl-rdma devices` tells why");
     let properties = plugin.properties(dev)?;
     Ok((plugin, properties))

@@ -14,6 +14,7 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context as _, bail};
+use nccl_net_rdma::config::Config;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -122,6 +123,13 @@ pub(crate) fn send_line(socket: &mut impl Write, message: &impl Serialize) -> io
     let mut line = serde_json::to_vec(message)?;
     line.push(b'\n');
     socket.write_all(&line)
+}
+
+/// For a rank's environment: the plugin leaves out what NCCL would not show, but its words are for the parent here.
+pub(crate) fn talkative() -> Vec<(String, String)> {
+    let told = Config::from_process().0.nccl_debug;
+    let level = told.filter(|level| level.eq_ignore_ascii_case("TRACE")).unwrap_or_else(|| "INFO".to_owned());
+    vec![("NCCL_DEBUG".to_owned(), level)]
 }
 
 /// A rank to start, on whichever host.

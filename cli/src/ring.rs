@@ -2,7 +2,7 @@
 //! every element checked.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
@@ -47,7 +47,7 @@ pub(crate) fn run(
     let spec = Spec {
         ranks,
         job: procs::Job::Ring(job.clone()),
-        env: Vec::new(),
+        env: procs::talkative(),
         same_host,
         per_host: 1,
         time_limit: Duration::from_secs(600),
@@ -92,10 +92,19 @@ pub(crate) fn run(
     ensure!(wrong_in_all == 0, "{wrong_in_all} elements are wrong");
     println!("{} sizes passed, 0 failed: every element of every rank is right", rows.len());
     println!(
-        "\nOn a real cluster: export NCCL_NET_PLUGIN=rdma ; NCCL_NET=RDMA ; LD_LIBRARY_PATH=<folder of libnccl-net-rdma.so>\n\
-         then NCCL_DEBUG=INFO shows 'Using network RDMA'"
+        "\nOn a real cluster, on every host:\n{}\nthen NCCL_DEBUG=INFO shows 'Using network RDMA'",
+        for_nccl(&job.plugin)
     );
     Ok(())
+}
+
+/// What has NCCL load the plugin, for a shell.
+fn for_nccl(plugin: &Path) -> String {
+    // A bare name is one that the dynamic linker has found by itself.
+    let folder = plugin.parent().and_then(|folder| folder.canonicalize().ok());
+    let search =
+        folder.map_or_else(String::new, |folder| format!("LD_LIBRARY_PATH=\"{}:$LD_LIBRARY_PATH\" ", folder.display()));
+    format!("export {search}NCCL_NET_PLUGIN=rdma NCCL_NET=RDMA")
 }
 
 /// The work of one process.

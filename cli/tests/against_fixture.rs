@@ -14,8 +14,13 @@ mod tests {
     }
 
     fn nccl_rdma(bug: &str, args: &[&str]) -> Output {
+        with_env(bug, args, &[])
+    }
+
+    fn with_env(bug: &str, args: &[&str], env: &[(&str, &str)]) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
         command.args(args).arg("--plugin").arg(fixture()).env("FIXTURE_BUG", bug);
+        command.env_remove("NCCL_DEBUG").env_remove("NCCL_NET").envs(env.iter().copied());
         command.output().unwrap()
     }
 
@@ -159,6 +164,114 @@ mod tests {
         assert!(text(&output).contains("eth7 left out"), "the reason is shown all the same");
     }
 
+    /// What stands in for a device so that the job stops is none that NCCL could use.
+    #[test]
+    fn devices_that_nobody_can_use_are_a_failure() {
+        for bug in ["no-device", "stand-in"] {
+            for (net, then) in
+                [("FIXTURE", "NCCL_NET=FIXTURE is set: NCCL stops"), ("", "goes on to its next transport")]
+            {
+                let output = with_env(bug, &["devices"], &[("NCCL_NET", net)]);
+                let shown = text(&output);
+                let then = if bug == "stand-in" { "the job stops (NCCL_NET_RDMA_STRICT)" } else { then };
+                assert_eq!(output.status.code(), Some(1), "{bug}: {shown}");
+                assert!(shown.lines().last().unwrap().ends_with(then), "{bug}: {shown}");
+                assert!(shown.contains("no device that can be used"), "{bug}: {shown}");
+            }
+        }
+    }
+
+    /// With whatever NCCL_DEBUG: here nothing but the plugin's own words tells why.
+    #[test]
+    fn an_init_that_fails_is_told_in_the_plugins_own_words() {
+        for args in [&["devices"][..], &["demo", "--ranks", "2"], &["perf"]] {
+            for debug in [&[][..], &[("NCCL_DEBUG", "WARN")]] {
+                let output = with_env("no-init", args, debug);
+                let shown = text(&output);
+                assert!(!output.status.success() && shown.contains("init returned 3"), "{args:?}: {shown}");
+                assert!(shown.contains("a word by the way"), "{args:?} {debug:?}: {shown}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_demo_is_verbose_if_asked_to() {
+        let args = ["demo", "--ranks", "2", "--max", "8", "--iters", "1"];
+        assert!(!text(&nccl_rdma("", &args)).contains("a word by the way"));
+        let shown = text(&nccl_rdma("", &[&args[..], &["--verbose"]].concat()));
+        assert!(shown.contains("rank 1: INFO fixture: a word by the way"), "{shown}");
+    }
+
+    /// Pasted as they stand.
+    #[test]
+    fn the_last_words_of_the_demo_work_in_a_shell() {
+        let shown = text(&nccl_rdma("", &["demo", "--ranks", "2", "--max", "8", "--iters", "1"]));
+        let line = shown.lines().map(str::trim).find(|line| line.starts_with("export ")).unwrap();
+        let script = format!("{line}; env");
+        let output = Command::new("sh").args(["-c", &script]).env("LD_LIBRARY_PATH", "/before").output().unwrap();
+        let folder = fixture().canonicalize().unwrap().parent().unwrap().display().to_string();
+        let env = text(&output);
+        for set in ["NCCL_NET_PLUGIN=rdma", "NCCL_NET=RDMA", &format!("LD_LIBRARY_PATH={folder}:/before")] {
+            assert!(env.lines().any(|line| line == set), "{set}: {line}");
+        }
+    }
+
+    /// As with `| head`.
+    #[test]
+    fn a_reader_that_has_seen_enough_is_no_panic() {
+        for args in [&["devices"][..], &["env"], &["contract", "--list"]] {
+            let (reader, writer) = std::io::pipe().unwrap();
+            drop(reader);
+            let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
+            command.args(args).stdout(writer);
+            if args != ["env"] {
+                command.arg("--plugin").arg(fixture());
+            }
+            let output = command.output().unwrap();
+            assert!(output.stderr.is_empty() && output.status.code() != Some(101), "{args:?}: {}", text(&output));
+        }
+    }
+
+    #[test]
+    fn join_says_whom_it_waits_for() {
+        let join = |address: &str| {
+            let start = std::time::Instant::now();
+            let output = Command::new(env!("CARGO_BIN_EXE_nccl-rdma")).args(["join", address]).output().unwrap();
+            assert!(start.elapsed().as_secs() < 30, "{address}: {}", text(&output));
+            output
+        };
+        let output = join("nonsense");
+        assert!(!output.status.success() && text(&output).contains("HOST:PORT"), "{}", text(&output));
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        // A first host that has nothing to do.
+        let host = std::thread::spawn(move || drop(listener.accept()));
+        let output = join(&address);
+        assert!(text(&output).contains(&format!("waiting for {address} (60 s)")), "{}", text(&output));
+        host.join().unwrap();
+    }
+
+    /// NCCL puts their lines into its environment; this command does not.
+    #[test]
+    fn env_names_the_files_that_it_does_not_read() {
+        let home = tempfile::tempdir().unwrap();
+        let other = home.path().join("other.conf");
+        let shown = |file: Option<&std::path::Path>| {
+            let mut command = Command::new(env!("CARGO_BIN_EXE_nccl-rdma"));
+            command.arg("env").env("HOME", home.path()).env_remove("NCCL_CONF_FILE");
+            file.map(|file| command.env("NCCL_CONF_FILE", file));
+            text(&command.output().unwrap())
+        };
+        let file = home.path().join(".nccl.conf").display().to_string();
+        assert!(!shown(None).contains(&file));
+        std::fs::write(&file, "NCCL_IB_TIMEOUT=18\n").unwrap();
+        let last = shown(None).lines().last().unwrap().to_owned();
+        assert!(last.contains(&file) && last.contains("not shown here"), "{last}");
+        std::fs::write(&other, "").unwrap();
+        let shown = shown(Some(&other));
+        assert!(shown.contains(&other.display().to_string()) && !shown.contains(&file), "instead: {shown}");
+    }
+
     #[test]
     fn the_demo_checks_every_element() {
         let args = ["demo", "--ranks", "3", "--max", "2M", "--iters", "2"];
@@ -196,12 +309,16 @@ mod tests {
         assert!(std::fs::read(out.join("paths.png")).unwrap().starts_with(b"\x89PNG"));
         assert!(!out.join("profile.json").exists());
 
-        // What an earlier run wrote is not left beside what this one says.
-        std::fs::write(out.join("profile.json"), "{}").unwrap();
-        let output = nccl_rdma("spoil-byte", &args);
-        let shown = text(&output);
-        assert!(!output.status.success() && shown.contains(" bytes arrived wrong"), "{shown}");
-        assert_eq!(std::fs::read_dir(&out).unwrap().count(), 0);
+        // The profile of an earlier run may be in use: it stays, with its plots, unless there is another.
+        let names = ["paths.svg", "paths.png", "profile.json"];
+        names.iter().for_each(|name| std::fs::write(out.join(name), "earlier").unwrap());
+        for (bug, words) in [("spoil-byte", " bytes arrived wrong"), ("", "kept: ")] {
+            let output = nccl_rdma(bug, &args);
+            let shown = text(&output);
+            assert!(output.status.success() == bug.is_empty() && shown.contains(words), "{shown}");
+            assert!(names.iter().all(|name| std::fs::read_to_string(out.join(name)).unwrap() == "earlier"), "{bug}");
+            assert_eq!(std::fs::read_dir(&out).unwrap().count(), names.len(), "nothing beside them");
+        }
     }
 
     #[test]

@@ -18,8 +18,8 @@ pub enum FabricError {
     Syntax { path: PathBuf, source: Box<toml::de::Error> },
     #[error("host \"{host}\", device \"{device}\": {key}: {reason}")]
     Value { host: String, device: String, key: String, reason: String },
-    #[error("{HOST_VAR}={0} is not a host of the fabric file")]
-    NoSuchHost(String),
+    #[error("{named} is no host of the fabric file ({FABRIC_VAR}), which has {hosts}")]
+    NoSuchHost { named: String, hosts: String },
 }
 
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq)]
@@ -264,12 +264,22 @@ impl Fabric {
 
     /// The host by name; unnamed, the file's only one or the one with this machine's name.
     fn find_host(&self, host: Option<String>) -> Result<usize, FabricError> {
-        let name = match host {
+        let (name, named) = match host {
             None if self.hosts.len() == 1 => return Ok(0),
-            None => std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned(),
-            Some(name) => name,
+            None => {
+                let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned();
+                let named = format!("{name}, this machine's name ({HOST_VAR} is not set),");
+                (name, named)
+            }
+            Some(name) => {
+                let named = format!("{HOST_VAR}={name}");
+                (name, named)
+            }
         };
-        self.hosts.iter().position(|host| host.name == name).ok_or(FabricError::NoSuchHost(name))
+        self.hosts.iter().position(|host| host.name == name).ok_or_else(|| {
+            let hosts: Vec<_> = self.hosts.iter().map(|host| host.name.as_str()).collect();
+            FabricError::NoSuchHost { named, hosts: hosts.join(", ") }
+        })
     }
 
     pub fn read(path: &Path) -> Result<Self, FabricError> {
@@ -463,7 +473,10 @@ mod tests {
     fn hosts_are_found_by_name() {
         let two = parse("[[host]]\nname = \"a\"\n[[host]]\nname = \"b\"").unwrap();
         assert_eq!(two.find_host(Some("b".into())).unwrap(), 1);
-        assert!(two.find_host(Some("c".into())).unwrap_err().to_string().contains("SOFT_HCA_HOST=c"));
+        let unknown = two.find_host(Some("c".into())).unwrap_err().to_string();
+        assert!(unknown.contains("SOFT_HCA_HOST=c") && unknown.contains("a, b"), "{unknown}");
+        let unnamed = two.find_host(None).unwrap_err().to_string();
+        assert!(unnamed.contains("this machine's name") && unnamed.contains("a, b"), "{unnamed}");
         assert_eq!(Fabric::default_for("x").find_host(None).unwrap(), 0);
     }
 

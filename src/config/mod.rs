@@ -190,7 +190,9 @@ pub(crate) enum Spec {
 use Spec::{Any, Range, RangeOrForever};
 
 settings! {
-    ib_disable: bool = false, "NCCL_IB_DISABLE", Any, "1: report no devices, NCCL goes on to its next transport";
+    nccl_net: Option<String> = None, "NCCL_NET", Any, "NCCL's own: the network to use, RDMA for this plugin; without a device of that network the job stops instead of falling back";
+    nccl_debug: Option<String> = None, "NCCL_DEBUG", Any, "NCCL's own: what it prints: WARN, INFO or TRACE; unset: not even a WARN";
+    ib_disable: bool = false, "NCCL_IB_DISABLE", Any, "1: report no devices, NCCL goes on to its next transport; with NCCL_NET=RDMA the job stops";
     ib_hca: Option<String> = None, "NCCL_IB_HCA", Any, "devices to use: [^][=]name[:port[:rail[:plane]]],...; ^ excludes, = is exact, else names are prefixes";
     ib_gid_index: Option<u8> = None, "NCCL_IB_GID_INDEX", Range(-1, 255), "RoCE: index in the GID table; -1: chosen automatically";
     ib_roce_version: RoceVersion = RoceVersion::V2, "NCCL_IB_ROCE_VERSION_NUM", Any, "RoCE version of the GID that is chosen automatically: 1 or 2";
@@ -206,7 +208,7 @@ settings! {
     ib_split_data_on_qps: bool = false, "NCCL_IB_SPLIT_DATA_ON_QPS", Any, "1: cut large messages over all QPs of a rail; 0: QPs take turns";
     ib_pci_relaxed_ordering: u8 = 2, "NCCL_IB_PCI_RELAXED_ORDERING", Range(0, 2), "PCIe relaxed ordering for bulk data: 0 off, 1 and 2 on where libibverbs can";
     ib_merge_vfs: bool = true, "NCCL_IB_MERGE_VFS", Any, "1: virtual functions of one card look like one NIC to NCCL";
-    ib_merge_nics: bool = true, "NCCL_IB_MERGE_NICS", Any, "1: NCCL may fuse NICs into one (NCCL_NET_MERGE_LEVEL, NCCL_NET_FORCE_MERGE; from NCCL 2.24 on); 0: it may not";
+    ib_merge_nics: bool = true, "NCCL_IB_MERGE_NICS", Any, "1: NCCL may fuse NICs into one (NCCL_NET_MERGE_LEVEL, NCCL_NET_FORCE_MERGE; from NCCL 2.24 on); 0: it may not, and NCCL 2.24 and 2.25 end the job where they try (NCCL_NET_MERGE_LEVEL=LOC: none tries)";
     ib_mqp_retry_all: bool = false, "NCCL_IB_MQP_RETRY_ALL", Any, "1: try a refused ibv_modify_qp again whatever the error; 0: only on ETIMEDOUT";
     ib_mqp_retry_cnt: u32 = 34, "NCCL_IB_MQP_RETRY_CNT", Range(0, 1_000_000), "times that a refused ibv_modify_qp is tried again";
     ib_mqp_retry_sleep_msec: u64 = 100, "NCCL_IB_MQP_RETRY_SLEEP_MSEC", Range(0, 3_600_000), "ms between these tries, times the number of the try";
@@ -236,6 +238,16 @@ settings! {
     recv_hint: bool = true, "NCCL_NET_RDMA_RECV_HINT", Any, "0: receives for which NCCL needs no completion (LL and LL128, ABI v9 and newer) complete all the same; either side of a connection can say so";
     force_flush: bool = false, "NCCL_NET_RDMA_FORCE_FLUSH", Any, "1: flush received data whatever the memory, unless NCCL_GDR_FLUSH_DISABLE; for tests";
     sysroot: PathBuf = PathBuf::from("/"), "NCCL_NET_RDMA_SYSROOT", Any, "where /sys and /proc are looked for; for tests";
+}
+
+impl Config {
+    /// What NCCL does where it gets no device of a network, for people.
+    pub fn without_devices(&self, network: &str) -> String {
+        match &self.nccl_net {
+            Some(wanted) if wanted.eq_ignore_ascii_case(network) => format!("NCCL_NET={wanted} is set: NCCL stops"),
+            _ => "NCCL goes on to its next transport".to_owned(),
+        }
+    }
 }
 
 /// Names that have no effect on this plugin though people set them, and what to know or to use instead.
@@ -334,6 +346,13 @@ mod tests {
         );
         assert!(only("NCCL_IB_TIMEOUT", "60").contains("1 to 31"));
         assert!(only("NCCL_IB_DISABLE", "yes").contains("valid: 0 or 1; used: the default, 0"));
+    }
+
+    #[test]
+    fn without_devices_nccl_stops_if_it_is_told_to_use_no_other_network() {
+        let then = |net| load(&[("NCCL_NET", net)]).0.without_devices("RDMA");
+        assert_eq!(then("rdma"), "NCCL_NET=rdma is set: NCCL stops");
+        assert_eq!([then(""), then("IB")], ["NCCL goes on to its next transport"; 2]);
     }
 
     /// 0 is what was asked for, so it is in force; what it means is told.

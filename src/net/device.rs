@@ -178,11 +178,14 @@ fn plane_of(ids: &[Option<i16>]) -> Option<i16> {
     })
 }
 
+/// The name of [`Device::unusable`].
+pub const STAND_IN: &str = "no-usable-device";
+
 impl Device {
     /// Stands in for the devices that the user insists on and that are not there.
     pub(super) fn unusable() -> Self {
         Self {
-            name: c"no-usable-device".to_owned(),
+            name: CString::new(STAND_IN).unwrap_or_default(),
             pci_path: None,
             guid: 0,
             port: 1,

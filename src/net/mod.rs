@@ -41,7 +41,7 @@ use fusion::Devices;
 pub use crate::rendezvous::HANDLE_BYTES;
 pub use comm::{Buffers, Comm, Request, Tested};
 pub use context::{Attributes, CommContext, Wishes};
-pub use device::{Device, LeftOut, discover};
+pub use device::{Device, LeftOut, STAND_IN, discover};
 pub use listen::Accepting;
 pub use registration::MrHandle;
 pub use survey::{Chosen, Shown, Survey};
@@ -126,9 +126,8 @@ impl Engine {
     }
 
     fn start(logger: ncclDebugLogger_t, abi: u8) -> Result<(), NetError> {
-        let nccl_debug = std::env::var("NCCL_DEBUG").ok();
-        observe::install(logger, nccl_debug.as_deref());
         if let Ok(engine) = Self::get() {
+            observe::install(logger, engine.config.nccl_debug.as_deref());
             // Up to v10 NCCL starts the plugin once in its life with it, from v11 on for every communicator.
             if !CommContext::any_open() {
                 engine.devices.begin();
@@ -136,6 +135,7 @@ impl Engine {
             return Ok(());
         }
         let (mut config, warnings) = Config::from_process();
+        observe::install(logger, config.nccl_debug.as_deref());
         config.tells_flags &= abi >= 9;
         tracing::info!(
             target: "init",
@@ -147,7 +147,13 @@ impl Engine {
             tracing::warn!(target: "env", "{warning}");
         }
         if config.ib_disable {
-            tracing::info!(target: "init", "NCCL_IB_DISABLE is set: no devices");
+            // As with NCCL's own transport nobody need be warned of what was asked for, unless the job ends of it.
+            let then = config.without_devices(&NAME.to_string_lossy());
+            if config.nccl_net.is_some() {
+                tracing::warn!(target: "init", "NCCL_IB_DISABLE is set: no devices; {then}");
+            } else {
+                tracing::info!(target: "init", "NCCL_IB_DISABLE is set: no devices; {then}");
+            }
             return Err(NetError::new(Code::Internal, "NCCL_IB_DISABLE is set"));
         }
         fork::watch();
@@ -179,9 +185,9 @@ impl Engine {
             let reasons: Vec<String> = found.left_out.iter().map(ToString::to_string).collect();
             let why = if reasons.is_empty() { String::new() } else { format!(": {}", reasons.join("; ")) };
             let then = if config.strict {
-                "NCCL_NET_RDMA_STRICT is set: the job stops instead of falling back"
+                "NCCL_NET_RDMA_STRICT is set: the job stops instead of falling back".to_owned()
             } else {
-                "NCCL goes on to its next transport"
+                config.without_devices(&NAME.to_string_lossy())
             };
             tracing::warn!(target: "init", "no RDMA device can be used{why}; {then}");
         }

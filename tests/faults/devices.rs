@@ -88,6 +88,26 @@ fn device_nodes_that_are_missing_are_named() {
     });
 }
 
+/// There is no next transport then, and what NCCL says itself is only that it has none.
+#[test]
+fn a_job_that_stops_for_want_of_a_device_is_told_why() {
+    let env = [("NCCL_NET", "RDMA")];
+    alone(&Setting { fabric: Some("[[host]]\nname = \"a\"\n"), env: &env }, |_| {
+        let told = no_device();
+        assert!(told.contains("NCCL_NET=RDMA is set: NCCL stops") && !told.contains("next transport"), "{told}");
+    });
+}
+
+#[test]
+fn a_job_that_stops_since_the_plugin_is_disabled_is_told_why() {
+    let env = [("NCCL_NET", "RDMA"), ("NCCL_IB_DISABLE", "1")];
+    alone(&Setting { env: &env, ..Setting::default() }, |_| {
+        assert_eq!(Plugin::load().init().unwrap_err(), ncclResult_t::ncclInternalError);
+        let told = warnings();
+        assert!(told.len() == 1 && told[0].contains("NCCL_IB_DISABLE is set: no devices; NCCL_NET=RDMA"), "{told:#?}");
+    });
+}
+
 #[test]
 fn strict_stops_instead_of_falling_back() {
     let env = [("NCCL_NET_RDMA_STRICT", "1")];

@@ -8,7 +8,8 @@ mod plot;
 mod results;
 
 use std::fs;
-use std::io::ErrorKind;
+use std::io::{self, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -24,6 +25,7 @@ use crate::{HostsArg, PluginArg, table};
 use measure::{Job, Note, Using};
 use plot::Chart;
 use results::{Results, WAYS, rules_in_words};
+use tempfile::NamedTempFile;
 
 #[derive(Debug, clap::Subcommand)]
 pub(crate) enum Command {
@@ -81,7 +83,7 @@ pub(crate) struct Args {
     /// No turn begins or goes on after this many seconds
     #[arg(long, default_value_t = 300, value_name = "S", value_parser = table::seconds())]
     time_limit: u64,
-    /// Folder for profile.json, paths.svg and paths.png; those of an earlier run go first
+    /// Folder for profile.json, paths.svg and paths.png; those of an earlier run stay unless this one makes a profile
     #[arg(long, value_name = "DIR", overrides_with = "out")]
     out: Option<PathBuf>,
 }
@@ -287,21 +289,29 @@ impl Results {
                 crossovers: rules.iter().skip(1).map(|rule| (rule.from, rule.path.to_string())).collect(),
             };
             println!();
-            write(folder, PLOTS[0], chart.svg()?.as_bytes())?;
-            write(folder, PLOTS[1], &chart.png()?)?;
-            match gpu {
+            let profile = match gpu {
                 Some(_) if !failures.is_empty() => {
-                    println!("no profile: {best}, and half of it would decide by accident")
+                    println!("no profile: {best}, and half of it would decide by accident");
+                    None
                 }
-                Some(gpu) => {
-                    if let Some(why) = using.machine.not_found_again() {
-                        println!("WARN the plugin will not follow this profile: {why}");
-                    }
-                    let profile = self.profile(using, gpu, rules);
-                    write(folder, PROFILE, profile.to_json().as_bytes())?;
-                    println!("to follow it: NCCL_NET_RDMA_PROFILE={}", folder.join(PROFILE).display());
+                Some(gpu) => Some(self.profile(using, gpu, rules)),
+                None => {
+                    println!("no profile: there is nothing to choose between with host memory alone");
+                    None
                 }
-                None => println!("no profile: there is nothing to choose between with host memory alone"),
+            };
+            let file = folder.join(PROFILE);
+            // It may be in use, and plots of another run beside it would mislead.
+            if profile.is_none() && file.exists() {
+                println!("kept: {} and the plots of its run; nothing is written", file.display());
+            } else {
+                write(folder, &chart, profile.as_ref())?;
+            }
+            if profile.is_some() {
+                if let Some(why) = using.machine.not_found_again() {
+                    println!("WARN the plugin will not follow this profile: {why}");
+                }
+                println!("to follow it: NCCL_NET_RDMA_PROFILE={}", file.display());
             }
         }
         ensure!(failures.is_empty(), "not everything was measured: {}", failures.join("; "));
@@ -351,30 +361,35 @@ fn date(day: u64) -> (u64, u64, u64) {
 const PROFILE: &str = "profile.json";
 const PLOTS: [&str; 2] = ["paths.svg", "paths.png"];
 
-/// Makes the folder where there is none, and clears it of what an earlier run found: whatever becomes of this one, that must
-/// not pass for its own. That nothing can be written is told before minutes of measuring, not after.
+/// Makes the folder where there is none. That nothing can be written is told before minutes of measuring, not after.
 fn prepare(folder: &Path) -> anyhow::Result<()> {
-    let trial = folder.join(".nccl-rdma-bench");
     fs::create_dir_all(folder)
-        .and_then(|()| fs::write(&trial, ""))
-        .and_then(|()| fs::remove_file(&trial))
+        .and_then(|()| ready(folder, b""))
         .with_context(|| format!("nothing can be written to {} (--out)", folder.display()))?;
-    for name in PLOTS.into_iter().chain([PROFILE]) {
-        let file = folder.join(name);
-        match fs::remove_file(&file) {
-            Err(error) if error.kind() != ErrorKind::NotFound => {
-                return Err(error).with_context(|| file.display().to_string());
-            }
-            _ => {}
-        }
-    }
     Ok(())
 }
 
-fn write(folder: &Path, name: &str, bytes: &[u8]) -> anyhow::Result<()> {
-    let file = folder.join(name);
-    fs::write(&file, bytes).with_context(|| file.display().to_string())?;
-    println!("written: {}", file.display());
+/// A file without a name of its own yet, with the permissions of any other.
+fn ready(folder: &Path, bytes: &[u8]) -> io::Result<NamedTempFile> {
+    let any = fs::Permissions::from_mode(0o666);
+    let mut file = tempfile::Builder::new().prefix(".nccl-rdma-").permissions(any).tempfile_in(folder)?;
+    file.write_all(bytes)?;
+    Ok(file)
+}
+
+/// Writes the plots, and last the profile. All lie ready before the first takes its name: a job that reads the profile
+/// meanwhile has all of the old one or all of the new.
+fn write(folder: &Path, chart: &Chart, profile: Option<&Profile>) -> anyhow::Result<()> {
+    let mut files = vec![(PLOTS[0], chart.svg()?.into_bytes()), (PLOTS[1], chart.png()?)];
+    files.extend(profile.map(|profile| (PROFILE, profile.to_json().into_bytes())));
+    let files = files.into_iter().map(|(name, bytes)| {
+        let file = folder.join(name);
+        ready(folder, &bytes).with_context(|| file.display().to_string()).map(|ready| (ready, file))
+    });
+    for (ready, file) in files.collect::<Result<Vec<_>, _>>()? {
+        ready.persist(&file).with_context(|| file.display().to_string())?;
+        println!("written: {}", file.display());
+    }
     Ok(())
 }
 
@@ -450,6 +465,28 @@ mod tests {
         assert!((staging.cpu_share - 2.0 / 30.0).abs() < 1e-9 && (staging.pcie_bytes_per_byte - 2.0).abs() < 1e-9);
         let plot = fs::read_to_string(folder.path().join("paths.svg")).unwrap();
         assert!(plot.contains("staging from 1048576 B on"), "{plot}");
+    }
+
+    /// A job may open the profile at any time, and as anybody.
+    #[test]
+    fn a_profile_is_replaced_as_a_whole() {
+        use std::io::Read as _;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join(PROFILE);
+        fs::write(&file, "earlier").unwrap();
+        let mut open = fs::File::open(&file).unwrap();
+        let (results, using, gpu) = measured();
+        let Typed { args } = clap::Parser::parse_from(["paths", "--out", folder.path().to_str().unwrap()]);
+        results.finish(&args, Some(&using), Some(gpu), &[], &[]).unwrap();
+        let mut read = String::new();
+        open.read_to_string(&mut read).unwrap();
+        assert_eq!(read, "earlier", "whoever had it open still has all of it");
+        assert!(Profile::load(&file).is_ok());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3);
+        let mode = |path: &Path| path.metadata().unwrap().permissions().mode();
+        let plain = folder.path().join("plain");
+        fs::write(&plain, "").unwrap();
+        assert_eq!(mode(&file), mode(&plain));
     }
 
     /// The paths that time was left for would win.

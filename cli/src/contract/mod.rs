@@ -195,8 +195,7 @@ pub(crate) fn rank_main(job: &Job, seat: &Seat, mail: &mut Mailbox) -> anyhow::R
     let cases = all();
     let case = cases.iter().find(|c| c.name == job.case).context("no such case")?;
     let plugin = Plugin::load(&job.options.plugin, job.options.abi)?;
-    plugin.init()?;
-    let count = plugin.devices()?;
+    let count = plugin.start()?;
     let dev = job.options.dev;
     ensure!(dev < count, "device {dev} is asked for, but the plugin has {count}; `nccl-rdma devices` tells why");
     let properties = plugin.properties(dev)?;
