@@ -241,11 +241,16 @@ settings! {
 }
 
 impl Config {
+    /// NCCL may use this network only, as it is told here.
+    pub fn insists_on(&self, network: &str) -> Option<&str> {
+        self.nccl_net.as_deref().filter(|wanted| wanted.eq_ignore_ascii_case(network))
+    }
+
     /// What NCCL does where it gets no device of a network, for people.
     pub fn without_devices(&self, network: &str) -> String {
-        match &self.nccl_net {
-            Some(wanted) if wanted.eq_ignore_ascii_case(network) => format!("NCCL_NET={wanted} is set: NCCL stops"),
-            _ => "NCCL goes on to its next transport".to_owned(),
+        match self.insists_on(network) {
+            Some(wanted) => format!("NCCL_NET={wanted} is set: NCCL stops"),
+            None => "NCCL goes on to its next transport".to_owned(),
         }
     }
 }

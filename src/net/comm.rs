@@ -684,7 +684,8 @@ impl RecvComm {
             && !buffers.parents.is_null()
         {
             // SAFETY: NCCL passes one name for each buffer.
-            unsafe { profile.begin(request, buffers.as_slice(), buffers.parents) };
+            let parents = unsafe { std::slice::from_raw_parts(buffers.parents, buffers.len) };
+            profile.begin(request, buffers.as_slice(), parents);
         }
     }
 

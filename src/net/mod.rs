@@ -148,8 +148,9 @@ impl Engine {
         }
         if config.ib_disable {
             // As with NCCL's own transport nobody need be warned of what was asked for, unless the job ends of it.
-            let then = config.without_devices(&NAME.to_string_lossy());
-            if config.nccl_net.is_some() {
+            let own = NAME.to_string_lossy();
+            let then = config.without_devices(&own);
+            if config.insists_on(&own).is_some() {
                 tracing::warn!(target: "init", "NCCL_IB_DISABLE is set: no devices; {then}");
             } else {
                 tracing::info!(target: "init", "NCCL_IB_DISABLE is set: no devices; {then}");

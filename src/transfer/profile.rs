@@ -276,14 +276,9 @@ impl Arrivals {
     }
 
     /// A receive of these buffers is posted, each a part of its parent.
-    ///
-    /// # Safety
-    /// `parents` points to one name for each buffer.
     #[inline]
-    pub unsafe fn begin(&mut self, request: usize, buffers: &[Buffer], parents: *const Parent) {
+    pub fn begin(&mut self, request: usize, buffers: &[Buffer], parents: &[Parent]) {
         if self.interest.asks() {
-            // SAFETY: by this function's contract.
-            let parents = unsafe { std::slice::from_raw_parts(parents, buffers.len()) };
             self.ask(request, buffers, parents);
         }
     }
@@ -495,8 +490,7 @@ mod tests {
         let mut told = |name| {
             way.adopt(Some(1), parent(name));
             write(&way, 1, 0, None);
-            // SAFETY: one name for one buffer.
-            unsafe { arrivals.begin(1, &[buffer], [parent(name)].as_ptr()) };
+            arrivals.begin(1, &[buffer], &[parent(name)]);
             notes.take().len()
         };
         assert_eq!(told(UNWANTED), 0);
@@ -511,9 +505,7 @@ mod tests {
         let mut arrivals = Arrivals::new(Arc::clone(&notes) as Arc<dyn Profiler>, 42);
         let keys = NonNull::dangling();
         let buffers = [10, 20, 30].map(|size| Buffer { address: 0, size, tag: 0, keys });
-        let parents = [parent(1), Parent::NONE, parent(3)];
-        // SAFETY: one name for each buffer.
-        unsafe { arrivals.begin(3, &buffers, parents.as_ptr()) };
+        arrivals.begin(3, &buffers, &[parent(1), Parent::NONE, parent(3)]);
         assert_eq!(
             notes.take(),
             ["1 begins in 1: Receive of 10 on rail 0 QP 42", "2 begins in 3: Receive of 30 on rail 0 QP 42"]

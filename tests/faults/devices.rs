@@ -108,6 +108,16 @@ fn a_job_that_stops_since_the_plugin_is_disabled_is_told_why() {
     });
 }
 
+/// It is what was asked for.
+#[test]
+fn a_plugin_that_is_disabled_for_another_network_warns_of_nothing() {
+    let env = [("NCCL_NET", "Socket"), ("NCCL_IB_DISABLE", "1")];
+    alone(&Setting { env: &env, ..Setting::default() }, |_| {
+        assert_eq!(Plugin::load().init().unwrap_err(), ncclResult_t::ncclInternalError);
+        assert_eq!(warnings(), [] as [String; 0]);
+    });
+}
+
 #[test]
 fn strict_stops_instead_of_falling_back() {
     let env = [("NCCL_NET_RDMA_STRICT", "1")];
